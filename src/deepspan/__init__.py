@@ -1,0 +1,1 @@
+"""deepspan: an inference engine for DeepSeek-V4 Vision."""

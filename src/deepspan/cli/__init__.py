@@ -1,0 +1,1 @@
+"""The `deepspan` command."""

@@ -1,0 +1,1 @@
+"""Strict configuration, resolved once into frozen objects."""

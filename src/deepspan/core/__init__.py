@@ -1,0 +1,1 @@
+"""Records that travel between the parts of the engine; no torch, no behaviour beyond validation."""

@@ -1,0 +1,1 @@
+"""Turning user input into requests and model output into events; no torch."""

@@ -1,0 +1,1 @@
+"""Image side of a request: decoding, resize plan, patches, N-layout; numpy only."""

@@ -1,0 +1,1 @@
+"""Operations of the network: signature, torch reference, tolerance, and the registry of their providers."""

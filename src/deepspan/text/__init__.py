@@ -1,0 +1,1 @@
+"""Text side of a request: tokenizer, chat encoding, incremental detokeniser; no torch."""

@@ -1,0 +1,1 @@
+"""Checkpoints: tensor tables, names, loading, tiny random checkpoints."""
