@@ -1,0 +1,101 @@
+"""Requests and sampling parameters: validated when built, never changed afterwards.
+
+A request is complete: ids and kinds of the expanded prompt, spans, prepared images. Progress lives elsewhere.
+Made by `engine.inputs`, read by everything after it.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from deepspan.core.media import ImageSpan, PreparedImage, TokenKind
+from deepspan.errors import InputError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are chosen.
+
+    temperature: 0 is greedy. top_k: 0 keeps all. top_p, min_p: 1 and 0 keep all. max_tokens: new tokens at most.
+    seed: of the request's own random stream; None draws one when the request is built by the engine.
+    ignore_eos: go on after the end-of-sentence token (benchmarks).
+    Raises InputError naming the parameter.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    max_tokens: int = 256
+    seed: int | None = None
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("temperature", 0.0, math.inf), ("top_p", 0.0, 1.0), ("min_p", 0.0, 1.0)):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not math.isfinite(value) or not low <= value <= high:
+                raise InputError(f"{name} must be a number from {low:g} to {high:g}, found {value!r}")
+        if self.top_p == 0:
+            raise InputError("top_p must be above 0")
+        for name, least in (("top_k", 0), ("max_tokens", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise InputError(f"{name} must be an integer of at least {least}, found {value!r}")
+        if self.seed is not None and not 0 <= self.seed < 2**64:
+            raise InputError(f"seed must be from 0 to 2^64 - 1, found {self.seed}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One prompt, expanded, with its images.
+
+    token_ids: int64 [T]; image tokens carry sentinel ids. kinds: int8 [T]. spans and images: one each per image, in
+    order. Raises InputError if spans, kinds and images do not describe the same prompt.
+    """
+
+    token_ids: np.ndarray
+    kinds: np.ndarray
+    spans: tuple[ImageSpan, ...]
+    images: tuple[PreparedImage, ...]
+    params: SamplingParams
+
+    def __post_init__(self) -> None:
+        if len(self.token_ids) == 0:
+            raise InputError("the prompt is empty")
+        if len(self.token_ids) != len(self.kinds):
+            raise InputError(f"{len(self.token_ids)} token ids and {len(self.kinds)} kinds")
+        check_spans(self.spans, self.kinds)
+        if len(self.spans) != len(self.images):
+            raise InputError(f"the prompt has {len(self.spans)} image placeholders and {len(self.images)} images")
+        num_slots = int(np.count_nonzero(self.kinds == TokenKind.IMAGE))
+        num_rows = sum(len(image.block.encoder_rows) for image in self.images)
+        if num_slots != num_rows:
+            raise InputError(f"the prompt has {num_slots} image tokens, its images have {num_rows} encoder rows")
+
+
+def check_spans(spans: tuple[ImageSpan, ...], kinds: np.ndarray) -> None:
+    """Spans must be ascending, disjoint, inside the prompt, START to END, and cover every sentinel.
+
+    Raises InputError naming the span: a wrong span makes the model answer fluently about a shuffled picture.
+    """
+    covered = np.zeros(len(kinds), dtype=bool)
+    end = 0
+    for span in spans:
+        where = f"image span [{span.first}, {span.last}] at {span.offset}"
+        if not end <= span.offset <= span.first <= span.last:
+            raise InputError(f"{where} overlaps the previous one or runs backwards")
+        if span.last >= len(kinds):
+            raise InputError(f"{where} ends after the prompt of {len(kinds)} tokens")
+        if kinds[span.first] != TokenKind.START or kinds[span.last] != TokenKind.END:
+            raise InputError(f"{where} does not run from START to END")
+        if np.any(kinds[span.offset : span.first] != TokenKind.PAD):
+            raise InputError(f"{where}: only lead pads may stand before START")
+        inner = kinds[span.first + 1 : span.last]
+        if np.isin(inner, (TokenKind.TEXT, TokenKind.START, TokenKind.END)).any():
+            raise InputError(f"{where} holds text or another image's START or END")
+        covered[span.offset : span.last + 1] = True
+        end = span.last + 1
+    stray = np.flatnonzero((kinds != TokenKind.TEXT) & ~covered)
+    if len(stray):
+        raise InputError(f"token {stray[0]} is an image token outside every image span")

@@ -1,0 +1,96 @@
+"""Attention of one layer: a window of raw rows, compressed entries if the layer has a ratio, and a sink.
+
+Invariants: one vector per token is key and value of all heads; since values carry the rotation, the output is rotated
+back at the query's position; the compressed side is causal for image rows too (only the raw interval widens).
+
+Shapes: T rows, D hidden, H heads, K head dim, G groups, N entries.
+"""
+
+import torch
+from torch import Tensor
+
+from deepspan.config.model import OVERLAP_RATIO, ModelConfig
+from deepspan.model.batch import CompressedMetadata, ForwardBatch
+from deepspan.model.compressor import Compressor
+from deepspan.model.layers import Linear, RMSNorm, empty
+from deepspan.model.rope import BatchRope
+from deepspan.ops.registry import OpTable
+
+
+class Indexer(torch.nn.Module):
+    """Chooses the `index_topk` entries a query attends to, in ratio-4 layers."""
+
+    def __init__(self, config: ModelConfig, ops: OpTable, ratio: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.num_heads, self.dim, self.topk = config.index_n_heads, config.index_head_dim, config.index_topk
+        self._ops = ops
+        self.wq_b = Linear(config.q_lora_rank, self.num_heads * self.dim, dtype=dtype)
+        self.weights_proj = Linear(config.hidden_size, self.num_heads, dtype=dtype)
+        self.compressor = Compressor(config, ops, ratio, self.dim, dtype)
+
+    def scores(
+        self, x_TD: Tensor, qr_TQ: Tensor, batch: ForwardBatch, meta: CompressedMetadata, rope: BatchRope
+    ) -> Tensor:
+        """Index score of every entry for every row, fp32 [T, N]; what is visible is not decided here."""
+        q = self.wq_b(qr_TQ).unflatten(-1, (self.num_heads, self.dim))
+        q = self._ops.apply_rope(q, *rope.rows(compressed=True))
+        keys = self.compressor(x_TD, batch, meta, rope.tables)
+        weights = self.weights_proj(x_TD).float() * (self.dim * self.num_heads) ** -0.5
+        return self._ops.index_scores(q, keys, weights)
+
+    def forward(
+        self, x_TD: Tensor, qr_TQ: Tensor, batch: ForwardBatch, meta: CompressedMetadata, rope: BatchRope
+    ) -> Tensor:
+        """Flat entries each row attends to: int64 [T, M], -1 for none."""
+        scores = self.scores(x_TD, qr_TQ, batch, meta, rope)
+        return self._ops.select_entries(scores.detach(), meta.entry_lo, meta.entry_hi, self.topk)
+
+
+class Attention(torch.nn.Module):
+    """Low-rank queries, one shared key-value vector, grouped low-rank output."""
+
+    def __init__(self, config: ModelConfig, ops: OpTable, ratio: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.ratio, self._ops, self._eps = ratio, ops, config.rms_norm_eps
+        self.num_heads, self.dim, self.num_groups = config.num_attention_heads, config.head_dim, config.o_groups
+        width = self.num_heads * self.dim
+        self.wq_a = Linear(config.hidden_size, config.q_lora_rank, dtype=dtype)
+        self.q_norm = RMSNorm(config.q_lora_rank, self._eps, ops, dtype=dtype)
+        self.wq_b = Linear(config.q_lora_rank, width, dtype=dtype)
+        self.wkv = Linear(config.hidden_size, self.dim, dtype=dtype)
+        self.kv_norm = RMSNorm(self.dim, self._eps, ops, dtype=dtype)
+        self.wo_a = Linear(width // self.num_groups, self.num_groups * config.o_lora_rank, dtype=dtype)
+        self.wo_b = Linear(self.num_groups * config.o_lora_rank, config.hidden_size, dtype=dtype)
+        self.attn_sink = empty(self.num_heads, dtype=torch.float32)
+        self.compressor = Compressor(config, ops, ratio, self.dim, dtype) if ratio else None
+        self.indexer = Indexer(config, ops, ratio, dtype) if ratio == OVERLAP_RATIO else None
+
+    def forward(self, x_TD: Tensor, batch: ForwardBatch, rope: BatchRope) -> Tensor:
+        """x_TD: output of `attn_norm`. Returns [T, D]."""
+        meta = batch.attention
+        cos, sin = rope.rows(compressed=self.ratio > 0)
+        qr = self.q_norm(self.wq_a(x_TD))
+        q = self.wq_b(qr).unflatten(-1, (self.num_heads, self.dim))
+        q = self._ops.apply_rope(self._ops.rms_norm(q, None, self._eps), cos, sin)
+        rows = self._ops.apply_rope(self.kv_norm(self.wkv(x_TD)), cos, sin)
+        entries = selected = None
+        entry_lo = entry_hi = meta.row_lo
+        if self.compressor is not None:
+            compressed = meta.compressed[self.ratio]
+            entry_lo, entry_hi = compressed.entry_lo, compressed.entry_hi
+            entries = self.compressor(x_TD, batch, compressed, rope.tables)
+            # With no more entries than top-k everything visible is chosen: the indexer cannot change the result.
+            if self.indexer is not None and max(compressed.num_entries) > self.indexer.topk:
+                selected = self.indexer(x_TD, qr, batch, compressed, rope)
+        out = self._ops.sparse_attention(
+            q, rows, meta.row_lo, meta.row_hi, entries, entry_lo, entry_hi, selected,
+            self.attn_sink, self.dim**-0.5, meta.blocks[self.ratio],
+        )  # fmt: skip
+        return self._project_out(self._ops.apply_rope(out, cos, sin, inverse=True))
+
+    def _project_out(self, out_THK: Tensor) -> Tensor:
+        """Each group of heads has its own first projection; `wo_a` [G * rank, H K / G] holds them stacked."""
+        grouped = out_THK.flatten(1).unflatten(-1, (self.num_groups, -1))
+        weight = self.wo_a.weight.unflatten(0, (self.num_groups, -1))
+        low_rank = torch.einsum("tgi,gri->tgr", grouped, weight)
+        return self.wo_b(low_rank.flatten(1))

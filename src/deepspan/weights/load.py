@@ -1,0 +1,155 @@
+"""Loading: every tensor of a checkpoint is used exactly once, or is left out by name and for a stated reason.
+
+Invariants: nothing missing, nothing unexpected, no wrong shape, reported all together and by name before any data is
+read. Tensors already in the network's dtype stay memory-mapped; others are converted one at a time.
+Called by `llm` (through runtime) and by tests.
+"""
+
+import logging
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from deepspan.config.model import ModelConfig, load_model_config
+from deepspan.errors import WeightsError
+from deepspan.model.network import DeepseekV4
+from deepspan.ops.registry import OpTable, reference_ops
+from deepspan.weights.checkpoint import Checkpoint
+from deepspan.weights.names import Place, is_transformers_naming, locate, originals_at
+from deepspan.weights.table import DraftKind, Table, backbone_tensors, draft_tensors
+
+log = logging.getLogger(__name__)
+
+PLAIN_DTYPES = frozenset(("BF16", "F16", "F32", "I64", "I32"))
+MAX_NAMES_IN_MESSAGE = 8
+Progress = Callable[[int, int], None]  # tensors done, tensors in all
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """network: parameters filled, gradients off. left_out: original name -> why it was not loaded."""
+
+    config: ModelConfig
+    network: DeepseekV4
+    left_out: dict[str, str]
+
+
+def load_model(
+    folder: str | Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    ops: OpTable | None = None,
+    progress: Progress | None = None,
+) -> LoadedModel:
+    """Read `config.json` and the weights of a checkpoint folder.
+
+    dtype: of activations and large matrices; ops: reference ops if None.
+    Raises ConfigError or WeightsError naming the field, file or tensors at fault.
+    """
+    config = load_model_config(folder)
+    checkpoint = Checkpoint(folder)
+    _refuse_block_formats(checkpoint)
+    places = _place_all(checkpoint, config)
+    table, left_out = _expected(config, places)
+    _check(checkpoint, table, places)
+
+    with torch.device("meta"):
+        network = DeepseekV4(config, ops or reference_ops(), dtype)
+    target = network.state_dict()
+    wanted = [name for name in table if name not in left_out]
+    assert set(wanted) == set(target), sorted(set(wanted) ^ set(target))[:MAX_NAMES_IN_MESSAGE]
+    state: dict[str, torch.Tensor] = {}
+    for done, name in enumerate(wanted, start=1):
+        place = places[name]
+        stored = checkpoint.read(place.key, place.expert, place.part, place.num_parts)
+        state[name] = stored.to(device=device, dtype=target[name].dtype)
+        if progress is not None:
+            progress(done, len(wanted))
+    network.load_state_dict(state, assign=True)
+    for name, reason in sorted(left_out.items()):
+        log.info("tensor %s is not loaded: %s", name, reason)
+    return LoadedModel(config=config, network=network.requires_grad_(False).eval(), left_out=left_out)
+
+
+def _refuse_block_formats(checkpoint: Checkpoint) -> None:
+    for key, stored in checkpoint.tensors.items():
+        if stored.dtype not in PLAIN_DTYPES:
+            raise WeightsError(
+                f"tensor {key} is stored as {stored.dtype}: quantised checkpoints are not served yet; "
+                f"expected one of {', '.join(sorted(PLAIN_DTYPES))}"
+            )
+
+
+def _place_all(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Place]:
+    """Original name -> place, for everything the checkpoint holds. Raises WeightsError for names of neither scheme."""
+    if not is_transformers_naming(iter(checkpoint)):
+        return {_strip_vision_prefix(key): Place(key=key) for key in checkpoint}
+    places: dict[str, Place] = {}
+    for key in checkpoint:
+        try:
+            originals = originals_at(key, config.n_routed_experts)
+        except KeyError:
+            raise WeightsError(f"unexpected tensor {key}: not a transformers name of DeepSeek-V4") from None
+        for name in originals:
+            place = locate(name)
+            if name in places:
+                raise WeightsError(f"tensors {places[name].key} and {key} both hold {name}")
+            places[name] = Place(key=key, expert=place.expert, part=place.part, num_parts=place.num_parts)
+    return places
+
+
+def _strip_vision_prefix(key: str) -> str:
+    return re.sub(r"^model\.(?=(vision|aligner)\.|image_)", "", key)
+
+
+def _expected(config: ModelConfig, names: Iterable[str]) -> tuple[Table, dict[str, str]]:
+    """What must be there, and which of it is not loaded. Draft stages are counted from names, never from a field."""
+    table = backbone_tensors(config)
+    left_out = {name: spec.unused for name, spec in table.items() if spec.unused}
+    stages = {int(match[1]) for name in names if (match := re.match(r"mtp\.(\d+)\.", name))}
+    if stages:
+        if stages != set(range(len(stages))):
+            raise WeightsError(f"draft stages must be numbered from 0 without gaps, found mtp.{sorted(stages)}")
+        kind = DraftKind.MTP if "mtp.0.e_proj.weight" in names else DraftKind.DSPARK
+        if kind is DraftKind.DSPARK and config.draft is None:
+            raise WeightsError("the checkpoint has DSpark draft stages (mtp.*), config.json has no dspark_block_size")
+        draft = draft_tensors(config, len(stages), kind)
+        left_out |= dict.fromkeys(draft, "draft stages are not served yet")
+        table |= draft
+    return table, left_out
+
+
+def _check(checkpoint: Checkpoint, table: Table, places: dict[str, Place]) -> None:
+    missing = [name for name in table if name not in places]
+    unexpected = [name for name in places if name not in table]
+    wrong = [
+        f"{name} has shape {list(found)}, expected {list(table[name].shape)}"
+        for name, place in places.items()
+        if name in table and (found := _shape_at(checkpoint, place)) != table[name].shape
+    ]
+    problems = [
+        f"{label}: {_some(names)}"
+        for label, names in (("missing", missing), ("unexpected", unexpected), ("wrong shape", wrong))
+        if names
+    ]
+    if problems:
+        raise WeightsError(f"the checkpoint does not fit its config.json; {'; '.join(problems)}")
+
+
+def _shape_at(checkpoint: Checkpoint, place: Place) -> tuple[int, ...]:
+    shape = checkpoint.tensors[place.key].shape
+    if place.expert is None:
+        return shape
+    if len(shape) != 3 or place.expert >= shape[0] or shape[1] % place.num_parts:
+        return shape
+    return (shape[1] // place.num_parts, shape[2])
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(sorted(names)[:MAX_NAMES_IN_MESSAGE])
+    more = len(names) - MAX_NAMES_IN_MESSAGE
+    return f"{shown} and {more} more" if more > 0 else shown
