@@ -1,1 +1,27 @@
-"""deepspan: an inference engine for DeepSeek-V4 Vision."""
+"""deepspan: an inference engine for DeepSeek-V4 Vision.
+
+    from deepspan import LLM, SamplingParams
+
+The public names are loaded on first use: importing the package does not import torch.
+"""
+
+from importlib import import_module
+from typing import Any
+
+from deepspan.version import __version__
+
+_PUBLIC = {
+    "LLM": "deepspan.llm",
+    "SamplingParams": "deepspan.core.request",
+    "RequestOutput": "deepspan.core.output",
+    "TokenEvent": "deepspan.core.output",
+    "ChatOptions": "deepspan.text.switches",
+    "DeepspanError": "deepspan.errors",
+}
+__all__ = ["LLM", "ChatOptions", "DeepspanError", "RequestOutput", "SamplingParams", "TokenEvent", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'deepspan' has no attribute {name!r}")
+    return getattr(import_module(_PUBLIC[name]), name)

@@ -43,8 +43,8 @@ HASHES = [  # first 16 hex digits of SHA-256 over the patches as little-endian f
 
 def synthetic(width: int, height: int) -> np.ndarray:
     """uint8 [height, width, 3]: R = 7x + 3y, G = 5x + 11y, B = x + 13y (mod 256)."""
-    y, x = np.mgrid[:height, :width]
-    return np.stack((7 * x + 3 * y, 5 * x + 11 * y, x + 13 * y), axis=-1).astype(np.uint8)
+    y, x = (axis.astype(np.uint8) for axis in np.ogrid[:height, :width])  # uint8 wraps as wanted
+    return np.stack((7 * x + 3 * y, 5 * x + 11 * y, x + 13 * y), axis=-1)
 
 
 @pytest.mark.parametrize("mode", ["reference", "serving"])

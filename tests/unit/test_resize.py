@@ -41,7 +41,7 @@ WORKED = [  # sizes; canvas w x h; encoder rows x cols; token rows x cols; block
     ([(1920, 1080), (3840, 2160), (1280, 720)], (1036, 588), (42, 74), (14, 25), 369, (1036, 583, 0, 2)),
     ([(1080, 1920)], (560, 1008), (72, 40), (24, 14), 365, LETTERBOX),
     ([(100, 2000)], (112, 2002), (143, 8), (48, 3), 197, (100, 2002, 6, 0)),
-    ([(100, 4200)], (84, 3528), (252, 6), (84, 2), 257, LETTERBOX),
+    ([(100, 4200)], (84, 3528), (252, 6), (84, 2), 257, FULL),
     ([(1000, 8000)], (252, 2016), (144, 18), (48, 6), 341, FULL),
     ([(10, 10000), (1, 100000)], (42, 7896), (564, 3), (188, 1), 381, LETTERBOX),
     (
@@ -83,7 +83,7 @@ def test_plan_of_worked_size_equals_release(size, canvas, grid, cells, length, f
     [
         (RELEASE, (8, 46)),
         (TINY, (4, 13)),
-        (replace(TINY, max_n_token=9), (1, 1)),
+        (replace(TINY, max_n_token=9), (2, 1)),
         (replace(RELEASE, patch_size=2), (8, 46)),
     ],
 )
@@ -155,7 +155,7 @@ def test_plan_of_empty_image_is_refused(size):
         plan_resize(*size, RELEASE)
 
 
-@pytest.mark.parametrize(("size", "max_n_token"), [((100, 100), 3), ((100, 100), 8), ((1, 5000), 9), ((5000, 1), 10)])
+@pytest.mark.parametrize(("size", "max_n_token"), [((100, 100), 3), ((100, 100), 8), ((1, 5000), 7), ((5000, 1), 10)])
 def test_plan_under_impossible_budget_is_refused_with_the_numbers(size, max_n_token):
     with pytest.raises(ImageError, match=f"vision_max_n_token {max_n_token} .*patch size 14"):
         plan_resize(*size, replace(RELEASE, max_n_token=max_n_token))

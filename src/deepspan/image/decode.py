@@ -5,8 +5,8 @@ memory for pixels is taken; a picture that cannot be read whole is refused, neve
 image are not changed.
 
 Two modes. "serving" shows the model what a person sees: EXIF rotation applied, transparency on white, 16-bit grey
-scaled. "reference" is the release bit for bit: `convert("RGB")` and nothing else (alpha dropped, rotation ignored, 16-bit grey
-saturated). Both give the same for plain RGB. Called by `image.prepare`.
+scaled. "reference" is the release bit for bit: `convert("RGB")` and nothing else (alpha dropped, rotation ignored,
+16-bit grey saturated). Both give the same for plain RGB. Called by `image.prepare`.
 """
 
 import os

@@ -113,6 +113,7 @@ def _logical_size(width: int, height: int, vision: VisionConfig) -> tuple[int, i
     """Size that the canvas is computed from: wide images clamped (tall ones never), small ones enlarged."""
     width = min(width, vision.max_wh_ratio * height)
     if width * height < vision.min_pixels:
+        # A root that every machine rounds alike; against a power of 0.5 no truncated size differs in the release.
         scale = math.sqrt(vision.min_pixels / (width * height))
         width, height = int(width * scale), int(height * scale)
     return width, height

@@ -1,0 +1,115 @@
+"""The `deepspan` command: verbs and their options; each verb's work is imported when it runs.
+
+Invariant: parsing options and `--version` never import torch (checked), so that the command answers at once. A user's
+error is one line on stderr and exit code 2.
+"""
+
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from deepspan.errors import DeepspanError
+from deepspan.version import __version__
+
+app = typer.Typer(
+    name="deepspan",
+    help="Serve DeepSeek-V4 Vision: text and images, on any device PyTorch runs on.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+inspect_app = typer.Typer(help="Look at what deepspan would do, without doing it.", no_args_is_help=True)
+app.add_typer(inspect_app, name="inspect")
+
+Model = Annotated[Path, typer.Option("--model", "-m", help="Checkpoint folder.", show_default=False)]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, npu, ... (any PyTorch device).")]
+Dtype = Annotated[str, typer.Option(help="auto, float32 or bfloat16.")]
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    try:
+        app()
+    except DeepspanError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _verb(module: str, function: str, **arguments: Any) -> None:
+    """Run a verb; by string, so that its imports (torch above all) happen only now."""
+    getattr(import_module(f"deepspan.cli.{module}"), function)(**arguments)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"deepspan {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def generate(
+    question: Annotated[str, typer.Argument(help="What to ask.", show_default=False)],
+    model: Model,
+    image: Annotated[
+        list[Path] | None,
+        typer.Option("--image", "-i", help="Picture to ask about; repeat for more, in order.", show_default=False),
+    ] = None,
+    system: Annotated[str, typer.Option(help="System message.", show_default=False)] = "",
+    effort: Annotated[str, typer.Option(help="Thinking: none, low, high or max.")] = "none",
+    raw: Annotated[bool, typer.Option(help="Continue the text as it is, without the chat format.")] = False,
+    max_tokens: Annotated[int, typer.Option(help="New tokens at most.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens that reach this mass.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Draw from this many likeliest tokens; 0 for all.")] = 0,
+    min_p: Annotated[float, typer.Option(help="Drop tokens below this share of the likeliest.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same text.", show_default=False)] = None,
+    image_mode: Annotated[
+        str, typer.Option(help="serving: pictures as a person sees them; reference: the release's RGB conversion.")
+    ] = "serving",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> None:
+    """Answer one question, about pictures if any are given, streaming to the terminal."""
+    _verb(
+        "generate", "run",
+        question=question, model=model, images=image or [], system=system, effort=effort, raw=raw,
+        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed,
+        image_mode=image_mode, device=device, dtype=dtype,
+    )  # fmt: skip
+
+
+@app.command()
+def tiny(
+    out: Annotated[Path, typer.Argument(help="Folder to write.", show_default=False)],
+    layers: Annotated[int, typer.Option(min=1, help="Number of layers; the ratios are repeated to fill them.")] = 4,
+    ratios: Annotated[str, typer.Option(help="Compress ratios of the layers, comma-separated: 0, 4, 128, ...")] = (
+        "0,4,128,4"
+    ),
+    vision: Annotated[bool, typer.Option(help="With the vision tower and image tokens.")] = True,
+    draft_stages: Annotated[int, typer.Option(min=0, help="Number of DSpark draft stages (mtp.*).")] = 0,
+    shards: Annotated[int, typer.Option(min=1, help="Number of safetensors files.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Same seed, same bytes.")] = 0,
+) -> None:
+    """Write a tiny random checkpoint in the released format (config, weights, tokenizer)."""
+    _verb(
+        "tiny", "run",
+        out=out, layers=layers, ratios=ratios, vision=vision, draft_stages=draft_stages, shards=shards, seed=seed,
+    )  # fmt: skip
+
+
+@inspect_app.command("ops")
+def inspect_ops(device: Device = "auto", dtype: Dtype = "auto") -> None:
+    """Show which implementation serves each operation."""
+    _verb("inspect", "show_ops", device=device, dtype=dtype)

@@ -1,0 +1,22 @@
+"""`deepspan tiny`: write a tiny random checkpoint."""
+
+from pathlib import Path
+
+from rich.console import Console
+
+from deepspan.errors import ConfigError
+from deepspan.weights.tiny import write_tiny
+
+
+def run(*, out: Path, layers: int, ratios: str, vision: bool, draft_stages: int, shards: int, seed: int) -> None:
+    """Raises ConfigError if the ratios cannot be read or served, or if OUT holds something else."""
+    try:
+        pattern = [int(part) for part in ratios.split(",")]
+    except ValueError:
+        raise ConfigError(f"--ratios must be integers separated by commas, found {ratios!r}") from None
+    if out.exists() and any(out.iterdir() if out.is_dir() else [out]) and not (out / "config.json").exists():
+        raise ConfigError(f"{out} exists and is not a checkpoint folder; nothing was written")
+    schedule = [pattern[layer % len(pattern)] for layer in range(layers)]
+    write_tiny(out, ratios=schedule, vision=vision, draft_stages=draft_stages, num_shards=shards, seed=seed)
+    size = sum(file.stat().st_size for file in out.iterdir())
+    Console(stderr=True, highlight=False).print(f"wrote {out}: ratios {schedule}, {size / 1e6:.1f} MB", markup=False)

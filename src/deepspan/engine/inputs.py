@@ -1,0 +1,117 @@
+"""From what a user gives to a `Request`: encode, decode images, expand every image slot where it stands.
+
+Invariants: images keep their order between the texts; lead pads are resolved left to right on the expanded prompt, from
+the true position of each block; the number of slots equals the number of images. No torch. Called by `llm`.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from deepspan.config.model import ModelConfig
+from deepspan.core.media import ImageSpan, PreparedImage, TokenKind
+from deepspan.core.request import Request, SamplingParams
+from deepspan.errors import ImageError, InputError
+from deepspan.image.decode import DEFAULT_LIMITS, ImageLimits, ImageMode
+from deepspan.image.layout import num_lead_pads, place
+from deepspan.image.prepare import prepare_image
+from deepspan.text.chat import encode_chat
+from deepspan.text.segments import ImageSlot
+from deepspan.text.switches import ChatOptions
+from deepspan.text.tokenizer import Tokenizer
+
+
+class InputBuilder:
+    """Builds requests for one model; holds nothing that changes."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tokenizer: Tokenizer,
+        *,
+        image_mode: ImageMode = "serving",
+        limits: ImageLimits = DEFAULT_LIMITS,
+    ) -> None:
+        self._config, self._tokenizer = config, tokenizer
+        self._image_mode, self._limits = image_mode, limits
+
+    def from_messages(
+        self, messages: Sequence[Mapping[str, Any]], options: ChatOptions, params: SamplingParams
+    ) -> Request:
+        """Chat messages with image parts. Raises InputError naming the message and part at fault."""
+        segments = encode_chat(messages, options)
+        ids = self._tokenizer.encode(segments)
+        images = [self._prepare(segment) for segment in segments if isinstance(segment, ImageSlot)]
+        return self._request(ids, images, params)
+
+    def from_prompt(self, prompt: str | Sequence[int], params: SamplingParams) -> Request:
+        """Raw text (nothing is added, special strings count) or vocabulary ids, without images."""
+        if isinstance(prompt, str):
+            return self._request(self._tokenizer.encode_raw(prompt), [], params)
+        for token_id in prompt:
+            if not isinstance(token_id, int | np.integer) or not 0 <= token_id < self._config.vocab_size:
+                raise InputError(f"token id {token_id!r} is outside the vocabulary of {self._config.vocab_size}")
+            if self._is_image_token(token_id):
+                raise InputError(f"token id {token_id} stands for an image; give images in chat messages")
+        return self._request(prompt, [], params)
+
+    def _prepare(self, slot: ImageSlot) -> PreparedImage:
+        vision = self._config.vision
+        assert vision is not None, "the tokenizer refuses image slots without vision"
+        if not isinstance(slot.source, Path | bytes | Image.Image):
+            raise InputError(
+                f"{slot.where}: an image must be a pathlib.Path, bytes or a PIL image here, "
+                f"found {type(slot.source).__name__}; addresses are not fetched"
+            )
+        try:
+            return prepare_image(slot.source, vision, mode=self._image_mode, limits=self._limits)
+        except ImageError as error:
+            raise ImageError(f"{slot.where}: {error}") from error
+
+    def _is_image_token(self, token_id: int) -> bool:
+        special = self._tokenizer.special
+        return token_id == special.image or special.is_sentinel(token_id)
+
+    def _request(self, ids: Sequence[int], images: Sequence[PreparedImage], params: SamplingParams) -> Request:
+        token_ids, kinds, spans = expand_images(ids, images, self._tokenizer)
+        limit = self._config.max_position_embeddings
+        if len(token_ids) + params.max_tokens > limit:
+            raise InputError(
+                f"{len(token_ids)} prompt tokens and max_tokens {params.max_tokens} are more than the model's {limit}"
+            )
+        return Request(token_ids=token_ids, kinds=kinds, spans=spans, images=tuple(images), params=params)
+
+
+def expand_images(
+    ids: Sequence[int], images: Sequence[PreparedImage], tokenizer: Tokenizer
+) -> tuple[np.ndarray, np.ndarray, tuple[ImageSpan, ...]]:
+    """Replace each image slot by lead pads and the image's block.
+
+    Returns (token ids int64 [T], kinds int8 [T], spans). Raises InputError if slots and images differ in number.
+    """
+    special = tokenizer.special
+    num_slots = sum(token_id == special.image for token_id in ids) if special.image is not None else 0
+    if num_slots != len(images):
+        raise InputError(f"the prompt has {num_slots} image slots and {len(images)} images")
+    token_ids: list[np.ndarray] = []
+    kinds: list[np.ndarray] = []
+    spans: list[ImageSpan] = []
+    position = 0
+    waiting = iter(images)
+    for token_id in ids:
+        if special.image is not None and special.sentinel_base is not None and token_id == special.image:
+            block = next(waiting).block
+            pads = np.full(num_lead_pads(position), TokenKind.PAD, dtype=np.int8)
+            spans.append(place(block, position))
+            kinds.append(np.concatenate((pads, block.kinds)))
+            token_ids.append(special.sentinel_base + kinds[-1].astype(np.int64))
+        else:
+            kinds.append(np.full(1, TokenKind.TEXT, dtype=np.int8))
+            token_ids.append(np.full(1, token_id, dtype=np.int64))
+        position += len(kinds[-1])
+    if not kinds:
+        raise InputError("the prompt is empty")
+    return np.concatenate(token_ids), np.concatenate(kinds), tuple(spans)

@@ -1,0 +1,33 @@
+"""Which device and dtype a model runs on.
+
+`auto` takes an accelerator that PyTorch reports, otherwise the CPU, and there fp32: on most CPUs bf16 arithmetic is
+emulated and slower. Called by `llm`.
+"""
+
+import torch
+
+from deepspan.errors import ConfigError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def pick_device(name: str) -> torch.device:
+    """Raises ConfigError if the device does not exist here."""
+    if name == "auto":
+        found = torch.accelerator.current_accelerator(check_available=True)
+        return found if found is not None else torch.device("cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
+    return device
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    """Raises ConfigError for a dtype that is not served."""
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if name not in DTYPES:
+        raise ConfigError(f"dtype must be auto, {' or '.join(DTYPES)}, found {name!r}")
+    return DTYPES[name]

@@ -1,0 +1,48 @@
+"""Choosing the next token of a request from its logits.
+
+Invariant: the choice depends on the request's own logits, parameters, seed and number of tokens so far, never on batch
+mates: random numbers come from a counter-based stream, one number per token, and greedy requests draw none.
+Called by `runtime.runner`.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deepspan.core.request import SamplingParams
+
+
+def choose_token(logits_V: Tensor, params: SamplingParams, seed: int, num_generated: int) -> int:
+    """Next token id. logits_V: fp32 [V], -inf where a token may never be chosen. Ties of greedy go to the lowest id."""
+    if params.temperature == 0:
+        return int(torch.argmax(logits_V))
+    probs, ids = token_distribution(logits_V, params)
+    cumulative = probs.cumsum(0)
+    point = uniform(seed, num_generated) * float(cumulative[-1])
+    index = int(torch.searchsorted(cumulative, torch.tensor(point, dtype=cumulative.dtype), right=True))
+    return int(ids[min(index, len(ids) - 1)])
+
+
+def token_distribution(logits_V: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
+    """(probabilities float64 [K], token ids [K]) of the tokens that may be drawn, most likely first.
+
+    Order of the cuts: temperature, min_p (of the largest probability), top_k, top_p (smallest head that reaches it).
+    """
+    probs = (logits_V.double().cpu() / params.temperature).softmax(0)
+    probs, ids = probs.sort(descending=True, stable=True)
+    keep = int((probs >= params.min_p * probs[0]).sum()) if params.min_p else int((probs > 0).sum())
+    if params.top_k:
+        keep = min(keep, params.top_k)
+    probs, ids = probs[:keep], ids[:keep]
+    probs = probs / probs.sum()
+    if params.top_p < 1:
+        before = probs.cumsum(0) - probs
+        keep = int((before < params.top_p).sum())
+        probs, ids = probs[:keep], ids[:keep]
+        probs = probs / probs.sum()
+    return probs, ids
+
+
+def uniform(seed: int, index: int) -> float:
+    """The `index`-th number of a request's stream, uniform on [0, 1)."""
+    return float(np.random.Generator(np.random.Philox(key=seed, counter=(0, 0, 0, index))).random())
