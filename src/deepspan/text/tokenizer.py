@@ -93,6 +93,10 @@ class Tokenizer:
             "utf-8", "replace"
         )
 
+    def has_id(self, token_id: int) -> bool:
+        """Whether `token_id` is a token; vocabularies have gaps, and models have rows beyond them."""
+        return 0 <= token_id < self.vocab_size and self._bytes[token_id] is not None
+
     def bytes_of(self, token_id: int) -> bytes:
         """UTF-8 bytes of one token; a token may hold part of a character. Raises InputError if there is no such id."""
         found = self._bytes[token_id] if 0 <= token_id < self.vocab_size else None
