@@ -9,7 +9,7 @@ Not thread-safe: one call at a time.
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -49,6 +49,8 @@ class LLM:
 
         Raises ConfigError or WeightsError naming what does not fit.
         """
+        if image_mode not in get_args(ImageMode):
+            raise ConfigError(f"image_mode must be one of {', '.join(get_args(ImageMode))}, found {image_mode!r}")
         target = pick_device(device)
         compute = pick_dtype(dtype, target)
         loaded = load_model(

@@ -9,7 +9,7 @@ from deepspan.weights.tiny import write_tiny
 
 
 def run(*, out: Path, layers: int, ratios: str, vision: bool, draft_stages: int, shards: int, seed: int) -> None:
-    """Raises ConfigError if the ratios cannot be read or served, or if OUT holds something else."""
+    """Raises ConfigError if the ratios cannot be read or served, if OUT holds something else or cannot be written."""
     try:
         pattern = [int(part) for part in ratios.split(",")]
     except ValueError:
@@ -17,6 +17,9 @@ def run(*, out: Path, layers: int, ratios: str, vision: bool, draft_stages: int,
     if out.exists() and any(out.iterdir() if out.is_dir() else [out]) and not (out / "config.json").exists():
         raise ConfigError(f"{out} exists and is not a checkpoint folder; nothing was written")
     schedule = [pattern[layer % len(pattern)] for layer in range(layers)]
-    write_tiny(out, ratios=schedule, vision=vision, draft_stages=draft_stages, num_shards=shards, seed=seed)
+    try:
+        write_tiny(out, ratios=schedule, vision=vision, draft_stages=draft_stages, num_shards=shards, seed=seed)
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be written: {error.strerror}") from None
     size = sum(file.stat().st_size for file in out.iterdir())
     Console(stderr=True, highlight=False).print(f"wrote {out}: ratios {schedule}, {size / 1e6:.1f} MB", markup=False)

@@ -3,6 +3,7 @@
 Owns the record of which fields were read, so that the caller can report the rest. Used by `config.model` only.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,10 +17,12 @@ class Fields:
         self._raw = raw
         self._path = path
         self._read: set[str] = set()
+        self._subs: list[Fields] = []
 
     def unread(self) -> set[str]:
-        """Names of fields nobody asked for."""
-        return set(self._raw) - self._read
+        """Full names of fields nobody asked for, those of objects inside included."""
+        own = {self._path + name for name in set(self._raw) - self._read}
+        return own.union(*(sub.unread() for sub in self._subs))
 
     def optional(self, name: str) -> Any:
         """The value, or None if it is absent or null."""
@@ -55,7 +58,15 @@ class Fields:
         value = self.required(name)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ConfigError(f"{self._path}{name} must be a number, found {value!r}")
+        if not abs(value) <= sys.float_info.max:  # written so that NaN, which JSON readers accept, is refused too
+            raise ConfigError(f"{self._path}{name} must be a finite number")
         return float(value)
+
+    def above(self, name: str, low: float) -> float:
+        value = self.number(name)
+        if value <= low:
+            raise ConfigError(f"{self._path}{name} must be above {low:g}, found {value:g}")
+        return value
 
     def int_list(self, name: str) -> list[int]:
         value = self.required(name)
@@ -78,13 +89,18 @@ class Fields:
         value = self.required(name)
         if not isinstance(value, dict):
             raise ConfigError(f"{self._path}{name} must be an object, found {value!r}")
-        return Fields(value, path=f"{self._path}{name}.")
+        self._subs.append(Fields(value, path=f"{self._path}{name}."))
+        return self._subs[-1]
 
     def refuse_others_with_prefix(self, prefix: str, because: str) -> None:
         """Half-described parts are errors: a typo in the switch field must not turn the part off silently."""
-        for name in sorted(self.unread()):
+        for name in sorted(set(self._raw) - self._read):
             if name.startswith(prefix) and self._raw[name] is not None:
                 raise ConfigError(f"{self._path}{name} is set but {because}")
+
+    def skip_with_prefix(self, prefix: str) -> None:
+        """Count the fields of a part that is switched off as read."""
+        self._read |= {name for name in self._raw if name.startswith(prefix)}
 
     def _at_least(self, name: str, low: int) -> int:
         value = self.integer(name)

@@ -130,6 +130,8 @@ def load_model_config(path: str | Path) -> ModelConfig:
         raw = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"no config.json at {file}") from None
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} is not JSON: {error}") from None
     if not isinstance(raw, dict):
@@ -164,13 +166,13 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
         moe_intermediate_size=fields.positive("moe_intermediate_size"),
         n_routed_experts=fields.positive("n_routed_experts"),
         num_experts_per_tok=fields.positive("num_experts_per_tok"),
-        routed_scaling_factor=fields.number("routed_scaling_factor"),
+        routed_scaling_factor=fields.above("routed_scaling_factor", 0),
         num_hash_layers=fields.natural("num_hash_layers"),
-        swiglu_limit=fields.number("swiglu_limit"),
+        swiglu_limit=fields.above("swiglu_limit", 0),
         hc_mult=fields.positive("hc_mult"),
         hc_sinkhorn_iters=fields.positive("hc_sinkhorn_iters"),
-        hc_eps=fields.number("hc_eps"),
-        rms_norm_eps=fields.number("rms_norm_eps"),
+        hc_eps=fields.above("hc_eps", 0),
+        rms_norm_eps=fields.above("rms_norm_eps", 0),
         rope=_rope_config(fields),
         bos_token_id=fields.natural("bos_token_id"),
         eos_token_id=fields.natural("eos_token_id"),
@@ -195,9 +197,9 @@ def _check_identity(raw: Mapping[str, Any]) -> None:
         )
     if model_type != MODEL_TYPE:
         raise ConfigError(f"model_type must be {MODEL_TYPE!r}, found {model_type!r}")
-    for name in raw.get("architectures") or SUPPORTED_ARCHITECTURES:
-        if name not in SUPPORTED_ARCHITECTURES:
-            raise ConfigError(f"architectures must be {list(SUPPORTED_ARCHITECTURES)}, found {name!r}")
+    architectures = raw.get("architectures")
+    if architectures is not None and architectures not in ([name] for name in SUPPORTED_ARCHITECTURES):
+        raise ConfigError(f"architectures must be {list(SUPPORTED_ARCHITECTURES)}, found {architectures!r}")
     for foreign in ("kv_lora_rank", "n_group", "topk_group", "first_k_dense_replace"):
         if raw.get(foreign) is not None:
             raise ConfigError(f"{foreign} does not exist in DeepSeek-V4; this file describes another model")
@@ -237,33 +239,30 @@ def _compress_ratios(fields: Fields, num_layers: int) -> tuple[int, ...]:
 
 def _rope_config(fields: Fields) -> RopeConfig:
     scaling = fields.sub("rope_scaling")
-    kind = scaling.first_of(("type", "rope_type"))
-    if kind != "yarn":
-        raise ConfigError(f"rope_scaling.type must be 'yarn', found {kind!r}")
+    scaling.choice_of(("type", "rope_type"), ("yarn",))
+    scaling.equal_if_present("rope_type", "yarn")
     for name in ("mscale", "mscale_all_dim", "attention_factor"):
         if scaling.optional(name) is not None:
             raise ConfigError(f"rope_scaling.{name} is not part of DeepSeek-V4 (no attention factor)")
     rope = RopeConfig(
-        theta=fields.number("rope_theta"),
-        compress_theta=fields.number("compress_rope_theta"),
+        theta=fields.above("rope_theta", 1),
+        compress_theta=fields.above("compress_rope_theta", 1),
         factor=scaling.number("factor"),
         original_max_position_embeddings=scaling.positive("original_max_position_embeddings"),
-        beta_fast=scaling.number("beta_fast"),
-        beta_slow=scaling.number("beta_slow"),
+        beta_fast=scaling.above("beta_fast", 0),
+        beta_slow=scaling.above("beta_slow", 0),
     )
-    for name, value in (("rope_theta", rope.theta), ("compress_rope_theta", rope.compress_theta)):
-        if value <= 1:
-            raise ConfigError(f"{name} must be above 1, found {value}")
     if rope.factor < 1:
         raise ConfigError(f"rope_scaling.factor must be at least 1, found {rope.factor}")
     return rope
 
 
 def _vision_config(fields: Fields) -> VisionConfig | None:
-    num_layers = fields.optional("vision_n_layers")
-    if num_layers is None:
+    if fields.optional("vision_n_layers") is None:
         fields.refuse_others_with_prefix("vision_", because="vision_n_layers is absent")
-    if not num_layers:
+        return None
+    if fields.natural("vision_n_layers") == 0:
+        fields.skip_with_prefix("vision_")
         return None
     vision = VisionConfig(
         n_layers=fields.positive("vision_n_layers"),
@@ -275,7 +274,7 @@ def _vision_config(fields: Fields) -> VisionConfig | None:
         max_n_token=fields.positive("vision_max_n_token"),
         min_pixels=fields.positive("vision_min_pixels"),
         max_wh_ratio=fields.positive("vision_max_wh_ratio"),
-        rope_theta=fields.number("vision_rope_theta"),
+        rope_theta=fields.above("vision_rope_theta", 1),
     )
     if vision.dim % vision.n_heads or vision.head_dim % 4:
         raise ConfigError(
@@ -320,14 +319,17 @@ def _check_shapes(config: ModelConfig) -> None:
         config.num_hash_layers <= config.num_hidden_layers,
         f"num_hash_layers {config.num_hash_layers} is larger than num_hidden_layers {config.num_hidden_layers}",
     )
-    for name in ("rms_norm_eps", "hc_eps"):
-        require(getattr(config, name) > 0, f"{name} must be above 0, found {getattr(config, name)}")
     for name in ("bos_token_id", "eos_token_id"):
         require(
             getattr(config, name) < config.vocab_size,
             f"{name} {getattr(config, name)} is outside vocab_size {config.vocab_size}",
         )
     if config.draft is not None:
+        require(
+            config.draft.noise_token_id < config.vocab_size,
+            f"dspark_noise_token_id {config.draft.noise_token_id} is outside vocab_size {config.vocab_size}",
+        )
+        require(len(config.draft.target_layer_ids) > 0, "dspark_target_layer_ids is empty")
         for layer in config.draft.target_layer_ids:
             require(
                 0 <= layer < config.num_hidden_layers,

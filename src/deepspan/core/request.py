@@ -4,7 +4,7 @@ A request is complete: ids and kinds of the expanded prompt, spans, prepared ima
 Made by `engine.inputs`, read by everything after it.
 """
 
-import math
+import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,18 +32,20 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        for name, low, high in (("temperature", 0.0, math.inf), ("top_p", 0.0, 1.0), ("min_p", 0.0, 1.0)):
+        for name, low, high in (("temperature", 0.0, sys.float_info.max), ("top_p", 0.0, 1.0), ("min_p", 0.0, 1.0)):
             value = getattr(self, name)
-            if not isinstance(value, int | float) or not math.isfinite(value) or not low <= value <= high:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
                 raise InputError(f"{name} must be a number from {low:g} to {high:g}, found {value!r}")
         if self.top_p == 0:
             raise InputError("top_p must be above 0")
         for name, least in (("top_k", 0), ("max_tokens", 1)):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
+            if not _is_integer(value) or value < least:
                 raise InputError(f"{name} must be an integer of at least {least}, found {value!r}")
-        if self.seed is not None and not 0 <= self.seed < 2**64:
-            raise InputError(f"seed must be from 0 to 2^64 - 1, found {self.seed}")
+        if self.seed is not None and not (_is_integer(self.seed) and 0 <= self.seed < 2**64):
+            raise InputError(f"seed must be an integer from 0 to 2^64 - 1, found {self.seed!r}")
+        if not isinstance(self.ignore_eos, bool):
+            raise InputError(f"ignore_eos must be true or false, found {self.ignore_eos!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +74,10 @@ class Request:
         num_rows = sum(len(image.block.encoder_rows) for image in self.images)
         if num_slots != num_rows:
             raise InputError(f"the prompt has {num_slots} image tokens, its images have {num_rows} encoder rows")
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def check_spans(spans: tuple[ImageSpan, ...], kinds: np.ndarray) -> None:

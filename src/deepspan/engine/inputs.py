@@ -51,11 +51,10 @@ class InputBuilder:
         """Raw text (nothing is added, special strings count) or vocabulary ids, without images."""
         if isinstance(prompt, str):
             return self._request(self._tokenizer.encode_raw(prompt), [], params)
+        if not isinstance(prompt, Sequence | np.ndarray) or isinstance(prompt, bytes | bytearray):
+            raise InputError(f"a prompt must be text or a list of token ids, found {type(prompt).__name__}")
         for token_id in prompt:
-            if not isinstance(token_id, int | np.integer) or not 0 <= token_id < self._config.vocab_size:
-                raise InputError(f"token id {token_id!r} is outside the vocabulary of {self._config.vocab_size}")
-            if self._is_image_token(token_id):
-                raise InputError(f"token id {token_id} stands for an image; give images in chat messages")
+            self._check_id(token_id)
         return self._request(prompt, [], params)
 
     def _prepare(self, slot: ImageSlot) -> PreparedImage:
@@ -71,9 +70,12 @@ class InputBuilder:
         except ImageError as error:
             raise ImageError(f"{slot.where}: {error}") from error
 
-    def _is_image_token(self, token_id: int) -> bool:
-        special = self._tokenizer.special
-        return token_id == special.image or special.is_sentinel(token_id)
+    def _check_id(self, token_id: Any) -> None:
+        size, special = self._config.vocab_size, self._tokenizer.special
+        if isinstance(token_id, bool) or not isinstance(token_id, int | np.integer) or not 0 <= token_id < size:
+            raise InputError(f"token id {token_id!r} is outside the vocabulary of {size}")
+        if token_id == special.image or special.is_sentinel(int(token_id)):
+            raise InputError(f"token id {token_id} stands for an image; give images in chat messages")
 
     def _request(self, ids: Sequence[int], images: Sequence[PreparedImage], params: SamplingParams) -> Request:
         token_ids, kinds, spans = expand_images(ids, images, self._tokenizer)

@@ -28,22 +28,16 @@ class Indexer(torch.nn.Module):
         self.weights_proj = Linear(config.hidden_size, self.num_heads, dtype=dtype)
         self.compressor = Compressor(config, ops, ratio, self.dim, dtype)
 
-    def scores(
+    def forward(
         self, x_TD: Tensor, qr_TQ: Tensor, batch: ForwardBatch, meta: CompressedMetadata, rope: BatchRope
     ) -> Tensor:
-        """Index score of every entry for every row, fp32 [T, N]; what is visible is not decided here."""
+        """Flat entries each row attends to: int64 [T, M], -1 for none. qr_TQ: normed low-rank queries."""
         q = self.wq_b(qr_TQ).unflatten(-1, (self.num_heads, self.dim))
         q = self._ops.apply_rope(q, *rope.rows(compressed=True))
         keys = self.compressor(x_TD, batch, meta, rope.tables)
         weights = self.weights_proj(x_TD).float() * (self.dim * self.num_heads) ** -0.5
-        return self._ops.index_scores(q, keys, weights)
-
-    def forward(
-        self, x_TD: Tensor, qr_TQ: Tensor, batch: ForwardBatch, meta: CompressedMetadata, rope: BatchRope
-    ) -> Tensor:
-        """Flat entries each row attends to: int64 [T, M], -1 for none."""
-        scores = self.scores(x_TD, qr_TQ, batch, meta, rope)
-        return self._ops.select_entries(scores.detach(), meta.entry_lo, meta.entry_hi, self.topk)
+        blocks = batch.attention.blocks[self.compressor.ratio]
+        return self._ops.index_entries(q, keys, weights, meta.entry_lo, meta.entry_hi, self.topk, blocks)
 
 
 class Attention(torch.nn.Module):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from deepspan.ops.attention import QueryBlock
+from deepspan.ops.blocks import QueryBlock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,19 +6,11 @@ One vector per row is both key and value of all heads.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QueryBlock:
-    """Host-side bounds of a run of queries of one sequence: everything any of them can see. Half-open flat ranges."""
-
-    queries: tuple[int, int]
-    rows: tuple[int, int]
-    entries: tuple[int, int]
+from deepspan.ops.blocks import QueryBlock
 
 
 def sparse_attention(

@@ -60,8 +60,7 @@ class OpTable:
     hyper_post: OpFunction
     hyper_head: OpFunction
     compress_groups: OpFunction
-    index_scores: OpFunction
-    select_entries: OpFunction
+    index_entries: OpFunction
     sparse_attention: OpFunction
     route: OpFunction
     clamped_swiglu: OpFunction
@@ -80,8 +79,7 @@ OPS: Mapping[str, Op] = {
         hyper.hyper_post,
         hyper.hyper_head,
         compress.compress_groups,
-        indexer.index_scores,
-        indexer.select_entries,
+        indexer.index_entries,
         attention.sparse_attention,
         router.route,
         experts.clamped_swiglu,

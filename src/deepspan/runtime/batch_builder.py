@@ -16,7 +16,7 @@ from deepspan.config.model import ModelConfig
 from deepspan.core.media import ImageSpan, TokenKind
 from deepspan.core.request import check_spans
 from deepspan.model.batch import AttentionMetadata, CompressedMetadata, ForwardBatch
-from deepspan.ops.attention import QueryBlock
+from deepspan.ops.blocks import QueryBlock
 from deepspan.runtime.visibility import num_visible_entries, visible_intervals
 
 QUERY_BLOCK = 128  # queries scored together: bounds the score matrix, and lets far rows be skipped

@@ -19,8 +19,10 @@ def pick_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, ImportError) as error:
         raise ConfigError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
+    if device.type == "meta":
+        raise ConfigError(f"device {name!r} cannot be used: it holds no data")
     return device
 
 

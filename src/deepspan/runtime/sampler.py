@@ -28,7 +28,9 @@ def token_distribution(logits_V: Tensor, params: SamplingParams) -> tuple[Tensor
 
     Order of the cuts: temperature, min_p (of the largest probability), top_k, top_p (smallest head that reaches it).
     """
-    probs = (logits_V.double().cpu() / params.temperature).softmax(0)
+    logits_V = logits_V.double().cpu()
+    # The largest is taken off first, so that no temperature, however small, divides to infinity.
+    probs = ((logits_V - logits_V.max()) / params.temperature).softmax(0)
     probs, ids = probs.sort(descending=True, stable=True)
     keep = int((probs >= params.min_p * probs[0]).sum()) if params.min_p else int((probs > 0).sum())
     if params.top_k:

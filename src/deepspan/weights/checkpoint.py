@@ -5,6 +5,7 @@ index and its files agree. Used by `weights.load` and by inspection.
 """
 
 import json
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from deepspan.errors import WeightsError
+
+log = logging.getLogger(__name__)
 
 INDEX_FILE = "model.safetensors.index.json"
 
@@ -42,6 +45,8 @@ class Checkpoint:
             self._read_header(file)
         if index is not None:
             self._check_against_index(index)
+        for file in sorted(set(self.folder.glob("*.safetensors")) - set(files)):
+            log.warning("%s is not named by %s and is not read", file.name, INDEX_FILE)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.tensors)

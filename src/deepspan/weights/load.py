@@ -17,13 +17,14 @@ from deepspan.config.model import ModelConfig, load_model_config
 from deepspan.errors import WeightsError
 from deepspan.model.network import DeepseekV4
 from deepspan.ops.registry import OpTable, reference_ops
-from deepspan.weights.checkpoint import Checkpoint
+from deepspan.weights.checkpoint import Checkpoint, StoredTensor
 from deepspan.weights.names import Place, is_transformers_naming, locate, originals_at
-from deepspan.weights.table import DraftKind, Table, backbone_tensors, draft_tensors
+from deepspan.weights.table import DraftKind, Storage, Table, TensorSpec, backbone_tensors, draft_tensors
 
 log = logging.getLogger(__name__)
 
-PLAIN_DTYPES = frozenset(("BF16", "F16", "F32", "I64", "I32"))
+FLOAT_DTYPES = frozenset(("BF16", "F16", "F32"))
+INTEGER_DTYPES = frozenset(("I64", "I32"))
 MAX_NAMES_IN_MESSAGE = 8
 Progress = Callable[[int, int], None]  # tensors done, tensors in all
 
@@ -55,7 +56,7 @@ def load_model(
     _refuse_block_formats(checkpoint)
     places = _place_all(checkpoint, config)
     table, left_out = _expected(config, places)
-    _check(checkpoint, table, places)
+    _check(checkpoint, table, places, config.n_routed_experts)
 
     with torch.device("meta"):
         network = DeepseekV4(config, ops or reference_ops(), dtype)
@@ -66,6 +67,8 @@ def load_model(
     for done, name in enumerate(wanted, start=1):
         place = places[name]
         stored = checkpoint.read(place.key, place.expert, place.part, place.num_parts)
+        if table[name].storage is Storage.INT64:
+            _check_expert_ids(name, stored, config.n_routed_experts)
         state[name] = stored.to(device=device, dtype=target[name].dtype)
         if progress is not None:
             progress(done, len(wanted))
@@ -76,30 +79,38 @@ def load_model(
 
 
 def _refuse_block_formats(checkpoint: Checkpoint) -> None:
+    plain = FLOAT_DTYPES | INTEGER_DTYPES
     for key, stored in checkpoint.tensors.items():
-        if stored.dtype not in PLAIN_DTYPES:
+        if stored.dtype not in plain:
             raise WeightsError(
                 f"tensor {key} is stored as {stored.dtype}: quantised checkpoints are not served yet; "
-                f"expected one of {', '.join(sorted(PLAIN_DTYPES))}"
+                f"expected one of {', '.join(sorted(plain))}"
             )
 
 
 def _place_all(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Place]:
     """Original name -> place, for everything the checkpoint holds. Raises WeightsError for names of neither scheme."""
-    if not is_transformers_naming(iter(checkpoint)):
-        return {_strip_vision_prefix(key): Place(key=key) for key in checkpoint}
+    renamed = is_transformers_naming(iter(checkpoint))
     places: dict[str, Place] = {}
     for key in checkpoint:
-        try:
-            originals = originals_at(key, config.n_routed_experts)
-        except KeyError:
-            raise WeightsError(f"unexpected tensor {key}: not a transformers name of DeepSeek-V4") from None
-        for name in originals:
-            place = locate(name)
+        stored = _stored_at(key, config) if renamed else {_strip_vision_prefix(key): Place(key=key)}
+        for name, place in stored.items():
             if name in places:
                 raise WeightsError(f"tensors {places[name].key} and {key} both hold {name}")
-            places[name] = Place(key=key, expert=place.expert, part=place.part, num_parts=place.num_parts)
+            places[name] = place
     return places
+
+
+def _stored_at(key: str, config: ModelConfig) -> dict[str, Place]:
+    """Original name -> place, for what lies under one transformers name."""
+    try:
+        originals = {name: locate(name) for name in originals_at(key, config.n_routed_experts)}
+    except KeyError:
+        raise WeightsError(f"unexpected tensor {key}: not a transformers name of DeepSeek-V4") from None
+    return {
+        name: Place(key=key, expert=place.expert, part=place.part, num_parts=place.num_parts)
+        for name, place in originals.items()
+    }
 
 
 def _strip_vision_prefix(key: str) -> str:
@@ -123,28 +134,45 @@ def _expected(config: ModelConfig, names: Iterable[str]) -> tuple[Table, dict[st
     return table, left_out
 
 
-def _check(checkpoint: Checkpoint, table: Table, places: dict[str, Place]) -> None:
-    missing = [name for name in table if name not in places]
-    unexpected = [name for name in places if name not in table]
-    wrong = [
-        f"{name} has shape {list(found)}, expected {list(table[name].shape)}"
-        for name, place in places.items()
-        if name in table and (found := _shape_at(checkpoint, place)) != table[name].shape
-    ]
-    problems = [
-        f"{label}: {_some(names)}"
-        for label, names in (("missing", missing), ("unexpected", unexpected), ("wrong shape", wrong))
-        if names
-    ]
+def _check(checkpoint: Checkpoint, table: Table, places: dict[str, Place], num_experts: int) -> None:
+    found = {
+        name: (table[name], checkpoint.tensors[place.key], place) for name, place in places.items() if name in table
+    }
+    lists = {
+        "missing": [name for name in table if name not in places],
+        "unexpected": [name for name in places if name not in table],
+        "wrong shape": [
+            f"{name} has shape {list(shape)}, expected {list(spec.shape)}"
+            for name, (spec, stored, place) in found.items()
+            if (shape := _shape_at(stored, place, num_experts)) != spec.shape
+        ],
+        "wrong dtype": [
+            f"{name} is stored as {stored.dtype}, expected {' or '.join(sorted(dtypes))}"
+            for name, (spec, stored, _) in found.items()
+            if stored.dtype not in (dtypes := _dtypes_of(spec))
+        ],
+    }
+    problems = [f"{label}: {_some(names)}" for label, names in lists.items() if names]
     if problems:
         raise WeightsError(f"the checkpoint does not fit its config.json; {'; '.join(problems)}")
 
 
-def _shape_at(checkpoint: Checkpoint, place: Place) -> tuple[int, ...]:
-    shape = checkpoint.tensors[place.key].shape
+def _dtypes_of(spec: TensorSpec) -> frozenset[str]:
+    return INTEGER_DTYPES if spec.storage is Storage.INT64 else FLOAT_DTYPES
+
+
+def _check_expert_ids(name: str, table: torch.Tensor, num_experts: int) -> None:
+    lowest, highest = int(table.min()), int(table.max())
+    if lowest < 0 or highest >= num_experts:
+        raise WeightsError(f"{name} holds expert ids {lowest} to {highest}, n_routed_experts is {num_experts}")
+
+
+def _shape_at(stored: StoredTensor, place: Place, num_experts: int) -> tuple[int, ...]:
+    """Shape of what lies at `place`; of the whole tensor if it is no stack of `num_experts` equal parts."""
+    shape = stored.shape
     if place.expert is None:
         return shape
-    if len(shape) != 3 or place.expert >= shape[0] or shape[1] % place.num_parts:
+    if len(shape) != 3 or shape[0] != num_experts or shape[1] % place.num_parts:
         return shape
     return (shape[1] // place.num_parts, shape[2])
 

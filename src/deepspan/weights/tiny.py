@@ -1,7 +1,8 @@
 """Tiny random checkpoints in the released format: config.json, safetensors with original names, tokenizer.
 
 Every test model comes from here. Invariants: the same arguments give the same bytes; a tensor's values depend on the
-seed, its name and its shape only, so that a variant (more layers, no vision) keeps what it shares. Called by
+seed, its name and its shape only (a hash table's on the number of experts too), so that a variant (more layers, no
+vision) keeps what it shares. Called by
 `deepspan tiny` and by tests.
 """
 
@@ -9,6 +10,7 @@ import json
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -117,8 +119,9 @@ def write_tiny(
     overrides: fields of config.json. Raises ConfigError if they cannot belong together.
     """
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    raw = tiny_config(vocab_size=write_tiny_tokenizer(folder), ratios=ratios, vision=vision)
+    with TemporaryDirectory() as scratch:  # a refused configuration must leave nothing behind in `folder`
+        vocab_size = write_tiny_tokenizer(scratch)
+    raw = tiny_config(vocab_size=vocab_size, ratios=ratios, vision=vision)
     if draft_stages:
         raw |= {
             "compress_ratios": [*ratios, *[0] * draft_stages],
@@ -134,6 +137,8 @@ def write_tiny(
     tensors = random_tensors(table, seed)
     if transformers_names:
         tensors = _stack(tensors)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_tiny_tokenizer(folder)
     (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
     _save(folder, tensors, num_shards)
     return folder
@@ -141,16 +146,25 @@ def write_tiny(
 
 def random_tensors(table: Table, seed: int) -> dict[str, torch.Tensor]:
     """Values for every tensor of a table, in the dtypes of an unquantised checkpoint."""
-    return {name: _random_tensor(name, spec, seed) for name, spec in table.items()}
+    tensors: dict[str, torch.Tensor] = {}
+    for name, spec in table.items():
+        rng = np.random.default_rng((seed, zlib.crc32(name.encode())))
+        if spec.storage is Storage.INT64:
+            num_experts = table[name.replace("tid2eid", "weight")].shape[0]
+            tensors[name] = _random_choices(rng, spec.shape, num_experts)
+        else:
+            tensors[name] = _random_values(rng, name, spec)
+    return tensors
 
 
-def _random_tensor(name: str, spec: TensorSpec, seed: int) -> torch.Tensor:
-    rng = np.random.default_rng((seed, zlib.crc32(name.encode())))
-    if spec.storage is Storage.INT64:
-        rows, num_active = spec.shape
-        num_experts = max(num_active, 8)
-        order = rng.random((rows, num_experts)).argsort(axis=1)
-        return torch.from_numpy(order[:, :num_active].astype(np.int64).copy())
+def _random_choices(rng: np.random.Generator, shape: tuple[int, ...], num_experts: int) -> torch.Tensor:
+    """Distinct expert ids in each row of a hash table [V, A]."""
+    rows, num_active = shape
+    order = rng.random((rows, num_experts)).argsort(axis=1)
+    return torch.from_numpy(order[:, :num_active].astype(np.int64).copy())
+
+
+def _random_values(rng: np.random.Generator, name: str, spec: TensorSpec) -> torch.Tensor:
     noise = rng.standard_normal(spec.shape)
     last = name.rsplit(".", 1)[-1]
     if "norm" in name:

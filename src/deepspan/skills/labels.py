@@ -1,0 +1,63 @@
+"""What is under each cell of the model's view: dense targets to warm up a vision tower.
+
+Owns the class numbers. Geometry comes in as plain numbers (size of the canvas, place of the picture on it), so that
+this part needs nothing from the resize plan. Called by the training scripts.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from deepspan.skills.fonts import CHARACTERS
+from deepspan.skills.pictures import COLOURS, SHAPES, Box, Scene, Text
+
+SHAPE_CLASSES = ("none", *SHAPES, "text")
+COLOUR_CLASSES = ("none", *COLOURS)
+CHARACTER_CLASSES = ("none", *CHARACTERS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellLabels:
+    """Class numbers, int64 [rows, columns] each: indices of the three tuples above, 0 where there is no object."""
+
+    shape: np.ndarray
+    colour: np.ndarray
+    character: np.ndarray
+
+
+def cell_labels(
+    scene: Scene,
+    *,
+    canvas_width: int,
+    canvas_height: int,
+    content_left: int,
+    content_top: int,
+    content_width: int,
+    content_height: int,
+    cell: int = 42,
+) -> CellLabels:
+    """Label each cell with the object whose box covers the cell's centre; of a text, the character there.
+
+    canvas_*: size of what the encoder sees. content_*: where the scene, resized, lies on the canvas. cell: side of a
+    cell. All in pixels of the canvas. There are ceil(height / cell) x ceil(width / cell) cells.
+    """
+    rows, columns = -(-canvas_height // cell), -(-canvas_width // cell)
+    # Centres of the cells, in pixels of the scene.
+    x = ((np.arange(columns) + 0.5) * cell - content_left) * (scene.width / content_width)
+    y = ((np.arange(rows) + 0.5) * cell - content_top) * (scene.height / content_height)
+    shape, colour, character = (np.zeros((rows, columns), dtype=np.int64) for _ in range(3))
+    for thing in scene.objects:
+        under = _covered(thing.box, x, y)
+        kind = "text" if isinstance(thing, Text) else thing.kind
+        shape[under] = SHAPE_CLASSES.index(kind)
+        colour[under] = COLOUR_CLASSES.index(thing.colour)
+        if isinstance(thing, Text):
+            for letter, box in zip(thing.text, thing.character_boxes(), strict=True):
+                character[_covered(box, x, y)] = CHARACTER_CLASSES.index(letter)
+    return CellLabels(shape=shape, colour=colour, character=character)
+
+
+def _covered(box: Box, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Bool [rows, columns]: whether the point (x of its column, y of its row) lies in the box."""
+    left, top, right, bottom = box
+    return ((y >= top) & (y < bottom))[:, None] & ((x >= left) & (x < right))[None, :]
