@@ -37,8 +37,16 @@ class SequenceInput:
     wanted: Sequence[int]
 
 
-def build_batch(sequences: Sequence[SequenceInput], config: ModelConfig, device: torch.device | str) -> ForwardBatch:
-    """Raises InputError if a sequence's spans do not fit its kinds."""
+def build_batch(
+    sequences: Sequence[SequenceInput],
+    config: ModelConfig,
+    device: torch.device | str,
+    query_block: int = QUERY_BLOCK,
+) -> ForwardBatch:
+    """query_block: queries per block at most; a block never holds two sequences.
+
+    Raises InputError if a sequence's spans do not fit its kinds.
+    """
     assert sequences, "a batch needs a sequence"
     for sequence in sequences:
         check_spans(sequence.spans, sequence.kinds)
@@ -62,7 +70,7 @@ def build_batch(sequences: Sequence[SequenceInput], config: ModelConfig, device:
         image_rows=upload(image_rows),
         image_features=torch.cat(features) if features else None,
         logits_rows=upload(np.concatenate(wanted)),
-        attention=_attention_metadata(sequences, lengths, starts, config, device),
+        attention=_attention_metadata(sequences, lengths, starts, config, device, query_block),
     )
 
 
@@ -72,13 +80,14 @@ def _attention_metadata(
     starts: np.ndarray,
     config: ModelConfig,
     device: torch.device | str,
+    query_block: int,
 ) -> AttentionMetadata:
     intervals = [visible_intervals(len(s.token_ids), config.sliding_window, s.spans) for s in sequences]
     row_lo = np.concatenate([lo + start for (lo, _), start in zip(intervals, starts, strict=True)])
     row_hi = np.concatenate([hi + start for (_, hi), start in zip(intervals, starts, strict=True)])
     no_entries = np.zeros(len(row_lo), dtype=np.int64)
     compressed: dict[int, CompressedMetadata] = {}
-    blocks = {0: _query_blocks(lengths, starts, row_lo, row_hi, no_entries, no_entries)}
+    blocks = {0: _query_blocks(lengths, query_block, starts, row_lo, row_hi, no_entries, no_entries)}
     for ratio in config.ratios_in_use():
         counts = np.asarray([length // ratio for length in lengths])
         firsts = np.concatenate(([0], np.cumsum(counts)[:-1]))
@@ -90,7 +99,7 @@ def _attention_metadata(
             positions=torch.from_numpy(np.concatenate([np.arange(n) * ratio for n in counts])).to(device),
             num_entries=tuple(int(n) for n in counts),
         )
-        blocks[ratio] = _query_blocks(lengths, starts, row_lo, row_hi, entry_lo, entry_hi)
+        blocks[ratio] = _query_blocks(lengths, query_block, starts, row_lo, row_hi, entry_lo, entry_hi)
     return AttentionMetadata(
         row_lo=torch.from_numpy(row_lo).to(device),
         row_hi=torch.from_numpy(row_hi).to(device),
@@ -101,6 +110,7 @@ def _attention_metadata(
 
 def _query_blocks(
     lengths: tuple[int, ...],
+    query_block: int,
     starts: np.ndarray,
     row_lo: np.ndarray,
     row_hi: np.ndarray,
@@ -109,8 +119,8 @@ def _query_blocks(
 ) -> tuple[QueryBlock, ...]:
     blocks: list[QueryBlock] = []
     for length, start in zip(lengths, starts.tolist(), strict=True):
-        for first in range(start, start + length, QUERY_BLOCK):
-            part = slice(first, min(first + QUERY_BLOCK, start + length))
+        for first in range(start, start + length, query_block):
+            part = slice(first, min(first + query_block, start + length))
             blocks.append(
                 QueryBlock(
                     queries=(part.start, part.stop),

@@ -165,9 +165,10 @@ def neighbours(rng: np.random.Generator, scene: Scene) -> list[Question]:
     for index, thing in enumerate(scene.objects):
         for side in SIDES:
             name, found = _name(rng, scene, thing), _only_neighbour(scene, index, side)
-            if name is None or found is None or not isinstance(scene.objects[found], Shape):
+            there = None if found is None else scene.objects[found]
+            if name is None or not isinstance(there, Shape):
                 continue
-            answer = with_article(look(scene.objects[found]))  # pyrefly: ignore
+            answer = with_article(look(there))
             told = _told(thing, name, index)
             question = f"What is {_TOWARDS[side]} {name}?"
             questions.append(_question(question, answer, "position", side, index, look_of=found, tells=told))

@@ -12,7 +12,6 @@ from deepspan.skills import questions
 from deepspan.skills.fonts import CHARACTERS
 from deepspan.skills.pictures import SHAPES, Background, Box, Scene, Shape, Text, allowed_colours
 from deepspan.skills.placing import (
-    MAX_AREA,
     PARTS,
     background,
     chance,
@@ -145,7 +144,6 @@ def compose(
     wanted = parts or [None] * (len(shapes) + len(texts))
     while True:
         size = picture_size(rng)
-        assert size[0] * size[1] <= MAX_AREA + 2000
         printed = [
             unplaced_text(rng, text, ink, size, _text_height(size, len(shapes), len(texts))) for text, ink in texts
         ]

@@ -6,28 +6,35 @@ only BOS, EOS, PAD and the span placeholders are flagged. The same files are wri
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from deepspan.text import special
 from deepspan.text.byte_level import BYTE_ORDER, CHAR_OF_BYTE
 
+BYTES_ONLY = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 FLAGGED = (special.BOS, special.EOS, special.PAD, *special.SPANS)
 
 
-def write_tiny_tokenizer(folder: Path | str) -> int:
-    """Write `tokenizer.json` and `tokenizer_config.json` into `folder`, made if missing; return the vocabulary size."""
+def write_tiny_tokenizer(folder: Path | str, learnt: str | None = None) -> int:
+    """Write `tokenizer.json` and `tokenizer_config.json` into `folder`, made if missing; return the vocabulary size.
+
+    learnt: JSON of a byte-level BPE tokenizer without added tokens, whose merges and way of splitting are taken over;
+    its merged tokens follow the bytes.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = _tokenizer_json()
+    tokenizer = _tokenizer_json(json.loads(learnt) if learnt is not None else {})
     for name, value in (("tokenizer.json", tokenizer), ("tokenizer_config.json", _config_json())):
         (folder / name).write_text(json.dumps(value, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
     return 1 + max(entry["id"] for entry in tokenizer["added_tokens"])
 
 
-def _tokenizer_json() -> dict[str, Any]:
+def _tokenizer_json(learnt: Mapping[str, Any]) -> dict[str, Any]:
     first = (special.BOS, special.EOS, special.PAD)
-    model_tokens = [*first, *(CHAR_OF_BYTE[byte] for byte in BYTE_ORDER)]
+    merges: list[list[str]] = learnt["model"]["merges"] if learnt else []
+    model_tokens = [*first, *(CHAR_OF_BYTE[byte] for byte in BYTE_ORDER), *("".join(merge) for merge in merges)]
     later = [string for string in special.GRAMMAR if string not in first]
     added = [*enumerate(first), *enumerate([*later, *special.SPANS, special.IMAGE], start=len(model_tokens))]
     return {
@@ -47,7 +54,7 @@ def _tokenizer_json() -> dict[str, Any]:
             for token_id, string in added
         ],
         "normalizer": None,
-        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+        "pre_tokenizer": learnt["pre_tokenizer"] if learnt else dict(BYTES_ONLY),
         "post_processor": None,
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
         "model": {
@@ -60,7 +67,7 @@ def _tokenizer_json() -> dict[str, Any]:
             "byte_fallback": False,
             "ignore_merges": False,
             "vocab": {token: token_id for token_id, token in enumerate(model_tokens)},
-            "merges": [],
+            "merges": merges,
         },
     }
 

@@ -1,0 +1,245 @@
+"""Train deepspan-tiny from scratch on CPU: `python -m training.train OUT`; run again to go on where it stopped.
+
+Three phases. See: the vision tower alone learns what lies under each cell (shape, colour, character). Learn: the whole
+network answers questions, attending to every compressed entry, while the indexer learns where attention falls. Choose:
+the indexer's choice takes effect, as served. The rate rises, stays, and falls to zero over the last part.
+"""
+
+import argparse
+import json
+import os
+import time
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deepspan.model.attention import Indexer
+from deepspan.model.network import DeepseekV4
+from deepspan.runtime.batch_builder import SequenceInput, build_batch
+from deepspan.skills.labels import CHARACTER_CLASSES, COLOUR_CLASSES, SHAPE_CLASSES
+from training.data import Batches, Example
+from training.ops import Recorder, training_ops
+from training.optim import Muon, uses_muon
+from training.recipe import TEXT_EXPERTS, model_config, new_network, raw_config
+from training.tokenizer import write_tokenizer
+
+CLASSES = (len(SHAPE_CLASSES), len(COLOUR_CLASSES), len(CHARACTER_CLASSES))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """Steps of each phase, and what a step costs and moves. Rates are peaks."""
+
+    see_steps: int = 1200
+    learn_steps: int = 6000
+    choose_steps: int = 4000
+    decay_share: float = 0.3
+    batch_tokens: int = 6000
+    muon_rate: float = 0.01
+    adam_rate: float = 2e-3
+    index_weight: float = 0.3
+    cell_weight: float = 0.3
+    balance_rate: float = 1e-3
+    seed: int = 1
+
+    @property
+    def total(self) -> int:
+        return self.see_steps + self.learn_steps + self.choose_steps
+
+    def rate(self, step: int) -> float:
+        """Factor on the peak rates."""
+        left = (self.total - step) / (self.decay_share * self.total)
+        return min(1.0, (step + 1) / 100, max(left, 0.0))
+
+
+class Trainer:
+    """Network, optimisers and counters; everything that a resumed run needs is in `state()`."""
+
+    def __init__(self, folder: Path, schedule: Schedule, compiled: bool) -> None:
+        self.folder, self.schedule = folder, schedule
+        folder.mkdir(parents=True, exist_ok=True)
+        vocab_size = write_tokenizer(folder)
+        (folder / "config.json").write_text(json.dumps(raw_config(vocab_size), indent=2) + "\n", encoding="utf-8")
+        self.config = model_config(vocab_size)
+        self.recorder = Recorder()
+        self.network = new_network(self.config, training_ops(self.recorder, compiled), schedule.seed)
+        self.probe = nn.Linear(self.config.hidden_size, sum(CLASSES))
+        for module in self.network.modules():
+            if isinstance(module, Indexer):  # its loss moves the indexer alone
+                module.register_forward_pre_hook(lambda _, args: (args[0].detach(), args[1].detach(), *args[2:]))
+        named = dict(self.network.named_parameters())
+        self.muon = Muon([p for n, p in named.items() if uses_muon(n, p)], schedule.muon_rate, 0.95, 0.01)
+        adam = [p for n, p in named.items() if not uses_muon(n, p) and "gate.bias" not in n]
+        self.adam = torch.optim.AdamW(
+            [*adam, *self.probe.parameters()], schedule.adam_rate, (0.9, 0.95), weight_decay=0
+        )
+        self.step, self.next_sample = 0, 0
+        self.meters: dict[str, list[float]] = defaultdict(list)
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "network": self.network.state_dict(),
+            "probe": self.probe.state_dict(),
+            "muon": self.muon.state_dict(),
+            "adam": self.adam.state_dict(),
+            "step": self.step,
+            "next_sample": self.next_sample,
+        }
+
+    def save(self) -> None:
+        """Replace the saved state whole: a run can be ended at any moment."""
+        torch.save(self.state(), self.folder / "state.new")
+        os.replace(self.folder / "state.new", self.folder / "state.pt")
+
+    def resume(self) -> None:
+        file = self.folder / "state.pt"
+        if file.exists():
+            state = torch.load(file)
+            self.network.load_state_dict(state["network"])
+            self.probe.load_state_dict(state["probe"])
+            self.muon.load_state_dict(state["muon"])
+            self.adam.load_state_dict(state["adam"])
+            self.step, self.next_sample = state["step"], state["next_sample"]
+
+    def train_step(self, batch: list[Example]) -> None:
+        """One update."""
+        self.recorder.clear()
+        self.recorder.dense = self.step < self.schedule.see_steps + self.schedule.learn_steps
+        loss = self._loss(batch)
+        self.muon.zero_grad()
+        self.adam.zero_grad()
+        loss.backward()
+        grown = nn.utils.clip_grad_norm_([p for p in self.network.parameters() if p.grad is not None], 1.0)
+        self.meters["grad_norm"].append(float(grown))
+        rate = self.schedule.rate(self.step)
+        for optimiser, peak in ((self.muon, self.schedule.muon_rate), (self.adam, self.schedule.adam_rate)):
+            for group in optimiser.param_groups:
+                group["lr"] = peak * rate
+            optimiser.step()
+        _balance(self.network, self.recorder, self.schedule.balance_rate * rate)
+        self.step += 1
+
+    def _loss(self, batch: list[Example]) -> Tensor:
+        seeing = self.step < self.schedule.see_steps
+        rows, cell_loss = self._see(batch)
+        if seeing:
+            return cell_loss
+        features = _features(batch, rows)
+        sequences = [
+            SequenceInput(
+                token_ids=e.token_ids, kinds=e.kinds, spans=e.spans, features=f, wanted=(e.targets >= 0).nonzero()[0]
+            )
+            for e, f in zip(batch, features, strict=True)
+        ]
+        longest = max(len(e.token_ids) for e in batch)
+        logits = self.network(build_batch(sequences, self.config, "cpu", query_block=longest)).logits
+        targets = torch.cat([torch.from_numpy(e.targets[e.targets >= 0]) for e in batch])
+        losses = F.cross_entropy(logits, targets, reduction="none")
+        self._meter_answers(batch, logits.detach(), targets)
+        answer_loss = losses.mean()
+        index_losses = self.recorder.index_losses
+        index_loss = torch.stack(index_losses).mean() if index_losses else torch.zeros(())
+        self.meters["answer_loss"].append(float(answer_loss))
+        self.meters["index_loss"].append(float(index_loss))
+        return answer_loss + self.schedule.index_weight * index_loss + self.schedule.cell_weight * cell_loss
+
+    def _see(self, batch: list[Example]) -> tuple[list[Tensor], Tensor]:
+        """Encoder rows of every image, and the loss of the probe on them."""
+        images = [image for e in batch for image in e.images]
+        if not images:
+            return [], torch.zeros(())
+        patches = torch.cat([torch.from_numpy(image.patches) for image in images])
+        rows = self.network.encode_images(patches, [(image.grid_rows, image.grid_cols) for image in images])
+        labels = torch.cat([torch.from_numpy(label) for e in batch for label in e.labels], dim=1)
+        loss = torch.zeros(())
+        for name, logits, wanted in zip(("shape", "colour", "character"), self.probe(rows).split(CLASSES, 1), labels):
+            weights = torch.where(wanted > 0, 1.0, 0.1)  # most cells are empty
+            losses = F.cross_entropy(logits, wanted, reduction="none") * weights
+            loss = loss + losses.sum() / weights.sum()
+            there = wanted > 0
+            if there.any():
+                self.meters[f"cell_{name}"].append(float((logits.argmax(1) == wanted)[there].float().mean()))
+        return list(rows.split([len(image.block.encoder_rows) for image in images])), loss
+
+    def _meter_answers(self, batch: list[Example], logits: Tensor, targets: Tensor) -> None:
+        right = (logits.argmax(1) == targets).split([int((e.targets >= 0).sum()) for e in batch])
+        for example, hits in zip(batch, right, strict=True):
+            turns = torch.from_numpy(example.turns[example.targets >= 0])
+            for turn, skill in enumerate(example.skills):
+                self.meters[skill].append(float(hits[turns == turn].all()))
+
+
+def _features(batch: list[Example], rows: list[Tensor]) -> list[Tensor | None]:
+    """Rows of each example's images in emission order."""
+    waiting = iter(rows)
+    result: list[Tensor | None] = []
+    for example in batch:
+        parts = [next(waiting)[torch.from_numpy(image.block.encoder_rows).long()] for image in example.images]
+        result.append(torch.cat(parts) if parts else None)
+    return result
+
+
+@torch.no_grad()
+def _balance(network: DeepseekV4, recorder: Recorder, rate: float) -> None:
+    """Move the selection biases towards equal load among the experts that rows of a kind started with."""
+    for layer, loads in zip(network.layers, recorder.loads):
+        for rows, bias in zip(loads, (layer.ffn.gate.bias, layer.ffn.gate.bias_vl), strict=True):
+            if bias is None or rows.sum() == 0:
+                continue
+            is_text = bias is layer.ffn.gate.bias
+            own = torch.tensor([(expert in TEXT_EXPERTS) == is_text for expert in range(len(bias))])
+            share = rows[own].float()
+            bias[own] += rate * torch.sign(share.mean() - share)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop (and save) after this long")
+    parser.add_argument("--eager", action="store_true", help="do not compile the small operations")
+    for name, value in asdict(Schedule()).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
+    arguments = vars(parser.parse_args())
+    out, minutes, eager = arguments.pop("out"), arguments.pop("minutes"), arguments.pop("eager")
+    trainer = Trainer(out, Schedule(**arguments), compiled=not eager)
+    trainer.resume()
+    run(trainer, minutes)
+
+
+def run(trainer: Trainer, minutes: float) -> None:
+    """Train to the end of the schedule or of the time; log a line of means every 20 steps, save every 200."""
+    schedule, started = trainer.schedule, time.monotonic()
+    weights = {"reading": 1.0, "scene": 1.0, "counting": 0.5, "position": 0.5}
+    batches, seeing = None, True
+    while trainer.step < schedule.total and time.monotonic() - started < minutes * 60:
+        if batches is None or seeing != (trainer.step < schedule.see_steps):
+            seeing = trainer.step < schedule.see_steps
+            if batches is not None:
+                batches.close()
+            chosen = weights if seeing else None
+            batches = Batches(trainer.folder, trainer.next_sample, chosen, schedule.batch_tokens)
+        trainer.next_sample, batch = batches.next()
+        before = time.monotonic()
+        trainer.train_step(batch)
+        trainer.meters["seconds"].append(time.monotonic() - before)
+        if trainer.step % 20 == 0:
+            line = {name: round(sum(v) / len(v), 4) for name, v in trainer.meters.items()}
+            line = {"step": trainer.step, "samples": trainer.next_sample, **line}
+            print(json.dumps(line), flush=True)
+            with (trainer.folder / "log.jsonl").open("a", encoding="utf-8") as log:
+                log.write(json.dumps(line) + "\n")
+            trainer.meters.clear()
+        if trainer.step % 200 == 0:
+            trainer.save()
+    trainer.save()
+    if batches is not None:
+        batches.close()
+
+
+if __name__ == "__main__":
+    main()
