@@ -35,10 +35,10 @@ SIZES: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 96,
     "num_hash_layers": 1,
-    "vision_n_layers": 4,
+    "vision_n_layers": 3,
     "vision_dim": 128,
-    "vision_n_heads": 4,
-    "vision_inter_dim": 256,
+    "vision_n_heads": 2,
+    "vision_inter_dim": 384,
 }
 
 

@@ -144,8 +144,8 @@ class Trainer:
         answer_loss = losses.mean()
         index_losses = self.recorder.index_losses
         index_loss = torch.stack(index_losses).mean() if index_losses else torch.zeros(())
-        self.meters["answer_loss"].append(float(answer_loss))
-        self.meters["index_loss"].append(float(index_loss))
+        self.meters["answer_loss"].append(float(answer_loss.detach()))
+        self.meters["index_loss"].append(float(index_loss.detach()))
         return answer_loss + self.schedule.index_weight * index_loss + self.schedule.cell_weight * cell_loss
 
     def _see(self, batch: list[Example]) -> tuple[list[Tensor], Tensor]:
@@ -157,7 +157,9 @@ class Trainer:
         rows = self.network.encode_images(patches, [(image.grid_rows, image.grid_cols) for image in images])
         labels = torch.cat([torch.from_numpy(label) for e in batch for label in e.labels], dim=1)
         loss = torch.zeros(())
-        for name, logits, wanted in zip(("shape", "colour", "character"), self.probe(rows).split(CLASSES, 1), labels):
+        for name, logits, wanted in zip(
+            ("shape", "colour", "character"), self.probe(rows).split(CLASSES, 1), labels, strict=True
+        ):
             weights = torch.where(wanted > 0, 1.0, 0.1)  # most cells are empty
             losses = F.cross_entropy(logits, wanted, reduction="none") * weights
             loss = loss + losses.sum() / weights.sum()
@@ -187,7 +189,9 @@ def _features(batch: list[Example], rows: list[Tensor]) -> list[Tensor | None]:
 @torch.no_grad()
 def _balance(network: DeepseekV4, recorder: Recorder, rate: float) -> None:
     """Move the selection biases towards equal load among the experts that rows of a kind started with."""
-    for layer, loads in zip(network.layers, recorder.loads):
+    if not recorder.loads:
+        return
+    for layer, loads in zip(network.layers, recorder.loads, strict=True):
         for rows, bias in zip(loads, (layer.ffn.gate.bias, layer.ffn.gate.bias_vl), strict=True):
             if bias is None or rows.sum() == 0:
                 continue

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from deepspan.ops.blocks import QueryBlock
 from deepspan.ops.compress import compress_groups
-from deepspan.ops.indexer import index_scores, select_entries
+from deepspan.ops.indexer import index_entries, index_scores, select_entries
 from deepspan.ops.topk import stable_topk
 
 DIM = 6
@@ -93,12 +94,6 @@ def test_index_scores_weights_are_signed():
     assert index_scores(-q, k, torch.tensor([[-3.0]])).tolist() == [[0.0]]
 
 
-def test_index_scores_are_differentiable():
-    leaves = [normal(4, 3, 8).requires_grad_(), normal(5, 8, seed=1).requires_grad_(), normal(4, 3, seed=2)]
-    index_scores(*leaves).sum().backward()
-    assert all(bool((leaf.grad != 0).any()) for leaf in leaves[:2])
-
-
 # --- selection --------------------------------------------------------------------------------------------------
 
 
@@ -150,3 +145,32 @@ def test_select_entries_against_sorted_python_lists():
     for row, score, first, last in zip(found.tolist(), scores, lo, hi, strict=True):
         expected = sorted(range(first, last), key=lambda i, score=score: (-score[i], i))[:7]
         assert [entry for entry in row if entry >= 0] == expected
+
+
+# --- scores and selection, block by block -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", [1, 7, 30])
+def test_index_entries_of_any_blocks_equal_choice_over_all_scores(block):
+    """Two sequences of 17 and 13 queries with 9 and 6 entries: no entry of the other one is ever chosen."""
+    q, k, weights = normal(30, 3, 8), normal(15, 8, seed=1), normal(30, 3, seed=2)
+    lo = torch.tensor([0] * 17 + [9] * 13)
+    hi = torch.tensor([(t + 1) // 2 if t < 17 else 9 + (t - 16) // 2 for t in range(30)])
+    blocks = [
+        QueryBlock(queries=(first, last), rows=(0, 0), entries=(int(lo[first]), int(hi[last - 1])))
+        for start, end in ((0, 17), (17, 30))
+        for first, last in ((at, min(at + block, end)) for at in range(start, end, block))
+    ]
+    found = index_entries(q, k, weights, lo, hi, 4, blocks)
+    assert found.shape == (30, 4)
+    scores = index_scores(q, k, weights)
+    for t, row in enumerate(found.tolist()):
+        expected = sorted(range(int(lo[t]), int(hi[t])), key=lambda i, t=t: (-float(scores[t, i]), i))[:4]
+        assert [entry for entry in row if entry >= 0] == expected
+
+
+def test_index_entries_carry_no_gradient():
+    q = normal(2, 3, 8).requires_grad_()
+    zero, three = torch.zeros(2, dtype=torch.int64), torch.full((2,), 3)
+    blocks = [QueryBlock(queries=(0, 2), rows=(0, 0), entries=(0, 3))]
+    assert not index_entries(q, normal(3, 8), normal(2, 3), zero, three, 2, blocks).requires_grad

@@ -59,7 +59,7 @@ def test_resolve_with_override_takes_named_provider():
 
 @pytest.mark.parametrize("changes", [{"devices": ("cuda",)}, {"available": lambda: False}, {"name": "other"}])
 def test_resolve_with_override_that_cannot_serve_is_refused_by_name(changes):
-    with pytest.raises(ConfigError, match="rms_norm.*'fast'.*cpu"):
+    with pytest.raises(ConfigError, match=r"rms_norm.*'fast'.*cpu"):
         chosen(provider(**changes), overrides={"rms_norm": "fast"})
 
 

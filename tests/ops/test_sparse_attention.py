@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspan.ops.attention import QueryBlock, sparse_attention
+from deepspan.ops.attention import sparse_attention
+from deepspan.ops.blocks import QueryBlock
 
 NUM_HEADS, DIM = 3, 8
 

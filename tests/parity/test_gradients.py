@@ -1,7 +1,6 @@
-"""The network is differentiable: every parameter that takes part gets a gradient, and gradients are those of the oracle.
+"""The network is differentiable: every parameter that takes part gets a gradient, and it is the one of the oracle.
 
-Left out by design: the indexer and the routers' biases only make choices. They get no gradient through the network (a
-trainer reaches the indexer through its scores).
+Left out by design: the indexer and the biases of the routers only make choices, so no gradient reaches them.
 """
 
 from dataclasses import replace

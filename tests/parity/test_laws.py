@@ -21,7 +21,7 @@ from deepspan.model.network import DeepseekV4
 from deepspan.ops.registry import reference_ops
 from deepspan.runtime.batch_builder import build_batch
 
-MOVED = 2e-6  # streams are of size 1; rows that see nothing of a change differ by rounding at most
+MOVED = 5e-5  # streams are of size 1; a row that sees nothing of a change differs by rounding at most
 WINDOW = 8
 MIXED = [9, (12, 15), 20, (6, 6), (6, 9), 45]  # adjacent images in the middle; text reaches far beyond all of them
 
@@ -53,14 +53,24 @@ def perturbed(model: TinyModel, prompt: Prompt, features: torch.Tensor | None, p
 
 
 def moved_rows(network: DeepseekV4, before: ForwardBatch, after: ForwardBatch) -> set[int]:
-    difference = np.abs(last_streams(network, before) - last_streams(network, after)).max(axis=1)
-    return set(np.flatnonzero(difference > MOVED).tolist())
+    return rows_apart(last_streams(network, before), last_streams(network, after))
 
 
-def rows_moved_by(model: TinyModel, prompt: Prompt, position: int, network: DeepseekV4 | None = None) -> set[int]:
-    features = features_of(model, prompt)
-    before = build_batch([sequence(prompt, features)], model.config, "cpu")
-    return moved_rows(network or model.network, before, perturbed(model, prompt, features, position))
+def rows_apart(before: np.ndarray, after: np.ndarray) -> set[int]:
+    return set(np.flatnonzero(np.abs(after - before).max(axis=1) > MOVED).tolist())
+
+
+class Perturber:
+    """One prompt on one network: which rows move if one position changes."""
+
+    def __init__(self, model: TinyModel, prompt: Prompt, network: DeepseekV4 | None = None) -> None:
+        self._model, self._prompt, self._network = model, prompt, network or model.network
+        self._features = features_of(model, prompt)
+        self._before = last_streams(self._network, build_batch([sequence(prompt, self._features)], model.config, "cpu"))
+
+    def rows_moved_by(self, position: int) -> set[int]:
+        after = perturbed(self._model, self._prompt, self._features, position)
+        return rows_apart(self._before, last_streams(self._network, after))
 
 
 def changeable(prompt: Prompt) -> list[int]:
@@ -111,17 +121,18 @@ def test_entry_moves_rows_exactly_from_last_token_of_its_group(tiny_models, rati
     """With a window of one token only entries carry anything to other rows."""
     model = one_layer(tiny_models, ratio, window=1, vision=False)
     prompt = text(model, 2 * ratio + 3)
+    perturber = Perturber(model, prompt)
     everything = set(range(len(prompt)))
     for position, border in ((0, ratio - 1), (ratio - 1, ratio - 1), (ratio, 2 * ratio - 1), (2 * ratio, len(prompt))):
         expected = {position} | {row for row in everything if row >= border}
-        assert rows_moved_by(model, prompt, position) == expected, position
+        assert perturber.rows_moved_by(position) == expected, position
 
 
 def test_window_at_128_drops_token_0_and_keeps_token_1(tiny_models):
     model = one_layer(tiny_models, 0, window=128, vision=False)
-    prompt = text(model, 132)
-    assert rows_moved_by(model, prompt, 0) == set(range(128))
-    assert rows_moved_by(model, prompt, 1) == set(range(1, 129))
+    perturber = Perturber(model, text(model, 132))
+    assert perturber.rows_moved_by(0) == set(range(128))
+    assert perturber.rows_moved_by(1) == set(range(1, 129))
 
 
 @pytest.mark.parametrize(("ratio", "reach"), [(4, 2), (16, 1)])
@@ -249,13 +260,13 @@ def test_one_layer_moves_exactly_the_rows_that_see_a_changed_row(tiny_models, mi
 
     Text behind an image therefore sees it through its window and through entries: with ratio 0 it forgets it.
     """
-    model = one_layer(tiny_models, ratio, WINDOW)
+    perturber = Perturber(one_layer(tiny_models, ratio, WINDOW), mixed_prompt)
 
-    @settings(max_examples=25, deadline=None, derandomize=True)
+    @settings(max_examples=20, deadline=None, derandomize=True)
     @given(st.sampled_from(changeable(mixed_prompt)))
     def check(position: int) -> None:
         expected = seeing_raw(mixed_prompt, WINDOW, position) | seeing_entry(mixed_prompt, ratio, position)
-        assert rows_moved_by(model, mixed_prompt, position) == expected
+        assert perturber.rows_moved_by(position) == expected
 
     check()
 
@@ -268,14 +279,14 @@ def test_entries_stay_causal_for_image_rows(tiny_models, mixed_prompt, ratio):
     def entries_only(q, rows, row_lo, row_hi, *rest):
         return reference_ops().sparse_attention(q, rows, row_hi + 1, row_hi, *rest)
 
-    network = model.with_ops(sparse_attention=entries_only)
+    perturber = Perturber(model, mixed_prompt, model.with_ops(sparse_attention=entries_only))
     image_positions = np.flatnonzero(mixed_prompt.kinds == TokenKind.IMAGE).tolist()
 
-    @settings(max_examples=20, deadline=None, derandomize=True)
+    @settings(max_examples=12, deadline=None, derandomize=True)
     @given(st.sampled_from(image_positions))
     def check(position: int) -> None:
         expected = {position} | seeing_entry(mixed_prompt, ratio, position)
-        assert rows_moved_by(model, mixed_prompt, position, network) == expected
+        assert perturber.rows_moved_by(position) == expected
 
     check()
 
@@ -285,13 +296,11 @@ def test_indexer_of_image_rows_selects_causal_entries_only(tiny_models, mixed_pr
     selections = []
 
     def spy(*args):
-        selections.append(reference_ops().select_entries(*args))
+        selections.append(reference_ops().index_entries(*args))
         return selections[-1]
 
-    logits_of(model.with_ops(select_entries=spy), batch_of(model, [mixed_prompt]))
+    logits_of(model.with_ops(index_entries=spy), batch_of(model, [mixed_prompt]))
     assert len(selections) == 2
-    for row in torch.cat([selected.unsqueeze(0) for selected in selections]).unbind(1):
-        assert row.shape == (2, 5)
     for selected in selections:
         for query, entries in enumerate(selected.tolist()):
             chosen = {entry for entry in entries if entry >= 0}
@@ -314,12 +323,12 @@ def own_span(prompt: Prompt, position: int) -> set[int]:
 @pytest.mark.parametrize("ratios", [(0, 4, 128, 4), (4, 0, 16, 4)])
 def test_later_token_never_moves_rows_that_do_not_see_it(tiny_models, mixed_prompt, ratios):
     """Through all layers, the indexer's choices included; rows of the same span do move, earlier ones too."""
-    model = tiny_models(ratios=ratios, sliding_window=WINDOW)
+    perturber = Perturber(tiny_models(ratios=ratios, sliding_window=WINDOW), mixed_prompt)
 
-    @settings(max_examples=15, deadline=None, derandomize=True)
+    @settings(max_examples=12, deadline=None, derandomize=True)
     @given(st.sampled_from(changeable(mixed_prompt)))
     def check(position: int) -> None:
-        moved = rows_moved_by(model, mixed_prompt, position)
+        moved = perturber.rows_moved_by(position)
         assert not moved & rows_that_may_not_move(mixed_prompt, position)
         assert own_span(mixed_prompt, position) <= moved
 
@@ -360,12 +369,12 @@ def lead_pads(prompt: Prompt) -> Iterable[int]:
 
 
 def test_lead_pads_are_outside_the_span_they_announce(tiny_models, mixed_prompt):
-    model = one_layer(tiny_models, 0, WINDOW)
+    perturber = Perturber(one_layer(tiny_models, 0, WINDOW), mixed_prompt)
     pads = list(lead_pads(mixed_prompt))
     assert pads
     first_images = [mixed_prompt.kinds.tolist().index(TokenKind.IMAGE, span.first) for span in mixed_prompt.spans]
     for span, position in zip(mixed_prompt.spans, first_images, strict=True):
-        moved = rows_moved_by(model, mixed_prompt, position)
+        moved = perturber.rows_moved_by(position)
         assert not moved & set(range(span.offset, span.first))
         assert {span.first, span.last} <= moved
 

@@ -151,7 +151,7 @@ def test_clamped_case_makes_clamp_bind(solve):
 
 @pytest.mark.parametrize("ratios", [(0, 4, 128, 4), (4, 0, 16, 4)])
 def test_packed_batch_equals_oracle_sequence_by_sequence(tiny_models, ratios):
-    """Sequences of any length and alignment, one of them shorter than a group, share a batch and never see each other."""
+    """Sequences of any length and alignment, some shorter than a group, share a batch and never see each other."""
     model = tiny_models(ratios=ratios)
     parts: list[list[Part]] = [[3], [10, (12, 15), 20], [133], [1], [(6, 6), (6, 9), 5], [64]]
     prompts = [make_prompt(p, model.config.vocab_size, seed) for seed, p in enumerate(parts)]

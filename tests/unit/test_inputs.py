@@ -137,7 +137,7 @@ def test_expansion_of_any_prompt_keeps_every_text_token_and_aligns_every_span(to
     assert len(ids) == len(kinds)
     assert np.count_nonzero(kinds == TEXT) == prompt.count("t")
     assert len(spans) == len(images)
-    assert (np.where(kinds == TEXT, ord("t"), tokenizer.special.sentinel_base + kinds) == ids).all()
+    assert (np.where(kinds == TEXT, ord("t"), tokenizer.special.sentinel_base + kinds.astype(int)) == ids).all()
     for span, image in zip(spans, images, strict=True):
         assert (span.first % 4, span.last % 4, span.first - span.offset <= 3) == (3, 0, True)
         assert (kinds[span.first : span.last + 1] == image.block.kinds).all()
@@ -303,4 +303,4 @@ def test_request_counts_expanded_images_against_the_limit(builder):
     big = _picture(60, 60)
     builder.from_messages(_user(_image(big)), CHAT, PARAMS)
     with pytest.raises(InputError, match="prompt tokens and max_tokens"):
-        builder.from_messages(_user(*[_image(big)] * 4), CHAT, PARAMS)
+        builder.from_messages(_user(*[_image(big)] * 6), CHAT, PARAMS)

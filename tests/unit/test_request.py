@@ -29,10 +29,16 @@ def _image(num_rows=1, num_cols=1):
     )
 
 
-def _request(letters="TTTSIPNPE", spans=(_span(3, 3, 8),), images=(_image(),), **fields):
+def _request(letters="TTTSIPNPE", **fields):
     kinds = _kinds(letters)
-    arguments = {"token_ids": np.zeros(len(kinds), dtype=np.int64), "kinds": kinds, "spans": spans, "images": images}
-    return Request(**arguments | {"params": SamplingParams()} | fields)
+    arguments = {
+        "token_ids": np.zeros(len(kinds), dtype=np.int64),
+        "kinds": kinds,
+        "spans": (_span(3, 3, 8),),
+        "images": (_image(),),
+        "params": SamplingParams(),
+    }
+    return Request(**arguments | fields)
 
 
 # --- spans

@@ -29,11 +29,12 @@ def apply_vision_rope(x_NHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def vision_attention(q_NHK: Tensor, k_NHK: Tensor, v_NHK: Tensor, lengths: Sequence[int]) -> Tensor:
     """Every patch attends to all patches of its own image and to no other. lengths: patches per image, sum N."""
-    outputs = [
-        F.scaled_dot_product_attention(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)).transpose(0, 1)
-        for q, k, v in zip(q_NHK.split(lengths), k_NHK.split(lengths), v_NHK.split(lengths), strict=True)
+    # Torch has fused kernels for [batch, heads, rows, dim] only; with one dimension less it builds the score matrix.
+    batched = [
+        tuple(x.transpose(0, 1)[None] for x in image)
+        for image in zip(q_NHK.split(lengths), k_NHK.split(lengths), v_NHK.split(lengths), strict=True)
     ]
-    return torch.cat(outputs)
+    return torch.cat([F.scaled_dot_product_attention(q, k, v)[0].transpose(0, 1) for q, k, v in batched])
 
 
 def unfold_tiles(x_ND: Tensor, grid_rows: int, grid_cols: int, tile: int) -> Tensor:

@@ -28,10 +28,9 @@ def token_distribution(logits_V: Tensor, params: SamplingParams) -> tuple[Tensor
 
     Order of the cuts: temperature, min_p (of the largest probability), top_k, top_p (smallest head that reaches it).
     """
-    logits_V = logits_V.double().cpu()
+    logits, ids = logits_V.double().cpu().sort(descending=True, stable=True)
     # The largest is taken off first, so that no temperature, however small, divides to infinity.
-    probs = ((logits_V - logits_V.max()) / params.temperature).softmax(0)
-    probs, ids = probs.sort(descending=True, stable=True)
+    probs = ((logits - logits[0]) / params.temperature).softmax(0)
     keep = int((probs >= params.min_p * probs[0]).sum()) if params.min_p else int((probs > 0).sum())
     if params.top_k:
         keep = min(keep, params.top_k)

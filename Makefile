@@ -1,0 +1,49 @@
+# Everything sets itself up: `make demo` answers a question about a picture, `make test` proves that it is right.
+# Commands run in an environment of their own (.venv); torch is pinned here because pip takes a CPU build of it.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+RUN_READY := $(VENV)/.run-ready
+DEV_READY := $(VENV)/.dev-ready
+DEMO_MODEL := build/tiny-random
+PICTURE := docs/images/demo.png
+QUESTION := What is in the picture?
+
+.PHONY: demo test check unit fmt clean
+
+demo: $(RUN_READY) $(DEMO_MODEL)/config.json
+	$(BIN)/deepspan generate --model $(DEMO_MODEL) --image $(PICTURE) --max-tokens 32 "$(QUESTION)"
+
+test: $(DEV_READY) check
+	$(BIN)/python -m pytest
+
+check: $(DEV_READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyrefly check
+	$(BIN)/lint-imports
+
+unit: $(DEV_READY)
+	$(BIN)/python -m pytest tests/unit
+
+fmt: $(DEV_READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) build
+
+$(DEMO_MODEL)/config.json: $(RUN_READY)
+	$(BIN)/deepspan tiny $(DEMO_MODEL)
+
+$(RUN_READY): requirements.txt pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "deepspan needs Python 3.11 or later")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --requirement requirements.txt
+	$(BIN)/python -m pip install --quiet --no-deps --editable .
+	touch $@
+
+$(DEV_READY): $(RUN_READY) requirements-dev.txt
+	$(BIN)/python -m pip install --quiet --requirement requirements-dev.txt
+	touch $@

@@ -1,0 +1,36 @@
+"""Tiny checkpoints and loaded models, made once for all end-to-end tests."""
+
+import pytest
+import torch
+
+from deepspan import LLM
+from deepspan.weights.tiny import write_tiny
+
+PADDED_VOCAB = 300  # rows beyond the tokenizer's, as released models have
+SMALL = {"vision_patch_size": 2, "vision_max_n_token": 64, "vision_min_pixels": 144, "vocab_size": PADDED_VOCAB}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    """Tensors are tiny here: a second thread only waits, and on a busy machine for long."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory):
+    """Vision, all kinds of layers, sharded, small images."""
+    folder = tmp_path_factory.mktemp("tiny") / "vision"
+    return write_tiny(folder, ratios=(0, 4, 16, 4), num_shards=2, seed=3, overrides=SMALL)
+
+
+@pytest.fixture(scope="session")
+def text_folder(tmp_path_factory):
+    return write_tiny(tmp_path_factory.mktemp("tiny") / "text", ratios=(0, 4), vision=False)
+
+
+@pytest.fixture(scope="session")
+def llm(model_folder):
+    return LLM(model_folder, device="cpu")

@@ -1,0 +1,92 @@
+"""From generated ids to text: reasoning and answer, ends, deltas that add up; no torch."""
+
+import numpy as np
+import pytest
+
+from deepspan.core.request import Request, SamplingParams
+from deepspan.engine.outputs import OutputCollector
+from deepspan.text import special
+from deepspan.text.tiny_tokenizer import write_tiny_tokenizer
+from deepspan.text.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tiny_tokenizer(folder)
+    return Tokenizer(folder, vision=True)
+
+
+def _run(tokenizer, prompt, generated, **params):
+    """Collect `generated` (text with special strings) after `prompt`; the events and the output."""
+    ids = np.array(tokenizer.encode_raw(prompt), dtype=np.int64)
+    request = Request(
+        token_ids=ids, kinds=np.full(len(ids), -1, dtype=np.int8), spans=(), images=(), params=SamplingParams(**params)
+    )
+    collector = OutputCollector(0, request, tokenizer)
+    events = [collector.push(token_id) for token_id in tokenizer.encode_raw(generated)]
+    return events, collector.output()
+
+
+CHAT = special.USER + "q" + special.ASSISTANT + special.THINK_CLOSE
+THINK = special.USER + "q" + special.ASSISTANT + special.THINK_OPEN
+CASES = [  # prompt, generated, text, reasoning
+    (CHAT, "yes" + special.EOS, "yes", ""),
+    (CHAT, special.EOS, "", ""),
+    (CHAT, "dé☃" + special.EOS, "dé☃", ""),
+    (THINK, "hm" + special.THINK_CLOSE + "yes" + special.EOS, "yes", "hm"),
+    (THINK, special.THINK_CLOSE + "yes" + special.EOS, "yes", ""),
+    (THINK, "hm☃" + special.THINK_CLOSE + "☃" + special.EOS, "☃", "hm☃"),
+    (THINK, "hm" + special.EOS, "", "hm"),
+    (THINK, "hm" + special.THINK_CLOSE + special.EOS, "", "hm"),
+    ("q", "a" + special.PAD + "b" + special.EOS, "ab", ""),
+]
+
+
+@pytest.mark.parametrize(("prompt", "generated", "text", "reasoning"), CASES)
+def test_output_that_stops_is_split_and_complete(tokenizer, prompt, generated, text, reasoning):
+    _, output = _run(tokenizer, prompt, generated)
+    assert (output.text, output.reasoning, output.finish_reason) == (text, reasoning, "stop")
+    assert output.token_ids == tuple(tokenizer.encode_raw(generated))
+    assert output.num_prompt_tokens == len(tokenizer.encode_raw(prompt))
+    assert output.num_image_tokens == 0
+
+
+@pytest.mark.parametrize(("prompt", "generated", "text", "reasoning"), CASES)
+def test_events_add_up_to_the_output_and_end_once(tokenizer, prompt, generated, text, reasoning):
+    events, output = _run(tokenizer, prompt, generated)
+    assert "".join(event.text for event in events) == text
+    assert "".join(event.reasoning for event in events) == reasoning
+    assert [event.token_id for event in events] == list(output.token_ids)
+    assert [event.finish_reason for event in events] == [None] * (len(events) - 1) + ["stop"]
+
+
+def test_output_at_its_limit_ends_by_length(tokenizer):
+    events, output = _run(tokenizer, CHAT, "abc", max_tokens=3)
+    assert (output.text, output.finish_reason) == ("abc", "length")
+    assert [event.finish_reason for event in events] == [None, None, "length"]
+
+
+def test_output_at_its_limit_shows_a_broken_character(tokenizer):
+    snowman = tokenizer.encode_raw("☃")
+    assert len(snowman) == 3
+    request = Request(
+        token_ids=np.array([97]),
+        kinds=np.array([-1], dtype=np.int8),
+        spans=(),
+        images=(),
+        params=SamplingParams(max_tokens=2),
+    )
+    collector = OutputCollector(4, request, tokenizer)
+    first, last = (collector.push(token_id) for token_id in snowman[:2])
+    assert (first.text, last.text, first.request) == ("", "\ufffd", 4)
+
+
+def test_output_whose_last_token_is_the_end_stops_rather_than_runs_out(tokenizer):
+    _, output = _run(tokenizer, CHAT, "ab" + special.EOS, max_tokens=3)
+    assert output.finish_reason == "stop"
+
+
+def test_output_that_ignores_the_end_goes_on_and_hides_it(tokenizer):
+    _, output = _run(tokenizer, CHAT, "a" + special.EOS + "b", max_tokens=3, ignore_eos=True)
+    assert (output.text, output.finish_reason, len(output.token_ids)) == ("ab", "length", 3)
