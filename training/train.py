@@ -46,6 +46,7 @@ class Schedule:
     cell_weight: float = 0.3
     balance_rate: float = 1e-3
     seed: int = 1
+    bf16: bool = True
 
     @property
     def total(self) -> int:
@@ -110,7 +111,8 @@ class Trainer:
         """One update."""
         self.recorder.clear()
         self.recorder.dense = self.step < self.schedule.see_steps + self.schedule.learn_steps
-        loss = self._loss(batch)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.schedule.bf16):
+            loss = self._loss(batch)
         self.muon.zero_grad()
         self.adam.zero_grad()
         loss.backward()
@@ -139,7 +141,7 @@ class Trainer:
         longest = max(len(e.token_ids) for e in batch)
         logits = self.network(build_batch(sequences, self.config, "cpu", query_block=longest)).logits
         targets = torch.cat([torch.from_numpy(e.targets[e.targets >= 0]) for e in batch])
-        losses = F.cross_entropy(logits, targets, reduction="none")
+        losses = F.cross_entropy(logits.float(), targets, reduction="none")
         self._meter_answers(batch, logits.detach(), targets)
         answer_loss = losses.mean()
         index_losses = self.recorder.index_losses
@@ -161,7 +163,7 @@ class Trainer:
             ("shape", "colour", "character"), self.probe(rows).split(CLASSES, 1), labels, strict=True
         ):
             weights = torch.where(wanted > 0, 1.0, 0.1)  # most cells are empty
-            losses = F.cross_entropy(logits, wanted, reduction="none") * weights
+            losses = F.cross_entropy(logits.float(), wanted, reduction="none") * weights
             loss = loss + losses.sum() / weights.sum()
             there = wanted > 0
             if there.any():

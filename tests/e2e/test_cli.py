@@ -78,13 +78,13 @@ print(f"exit {code or 0}, heavy modules: {sorted(heavy)}")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "first"), [(["--version"], f"deepspan {__version__}"), (["generate", "--help"], "")]
+    ("arguments", "shown"), [(["--version"], f"deepspan {__version__}\n"), (["generate", "--help"], "--max-tokens")]
 )
-def test_command_that_needs_no_model_does_not_import_torch(arguments, first):
+def test_command_that_needs_no_model_does_not_import_torch(arguments, shown):
     done = subprocess.run([sys.executable, "-c", LIGHT, *arguments], capture_output=True, text=True, check=True)
-    lines = done.stdout.splitlines()
-    assert lines[0] == first
-    assert lines[-1] == "exit 0, heavy modules: []"
+    out = _plain(done.stdout)
+    assert shown in out
+    assert out.splitlines()[-1] == "exit 0, heavy modules: []"
 
 
 def test_version_is_one_line(run):
@@ -245,7 +245,7 @@ def test_generate_raw_with_chat_parts_is_refused(run, model_folder, arguments):
     [
         (("generate", "--modle", "x", "hi"), "--modle"),
         (("generate", "hi"), "--model"),
-        (("generate", "--model", "x"), "QUESTION"),
+        (("generate", "--model", "x"), "question"),
         (("generate", "--model", "x", "hi", "--top-k", "many"), "--top-k"),
         (("tiny", "x", "--layers", "0"), "--layers"),
         (("genrate",), "genrate"),
@@ -254,7 +254,7 @@ def test_generate_raw_with_chat_parts_is_refused(run, model_folder, arguments):
 def test_command_that_cannot_be_parsed_exits_2_and_names_the_part(run, arguments, part):
     code, out, err = run(*arguments)
     assert (code, out) == (2, "")
-    assert part in err
+    assert part in err.lower()
     assert "Traceback" not in err
 
 

@@ -126,7 +126,7 @@ def test_distribution_leaves_out_forbidden_tokens():
 logits_lists = st.lists(st.floats(-30, 30, width=32), min_size=1, max_size=12)
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(
     logits_lists,
     st.floats(0.05, 5),

@@ -185,6 +185,13 @@ def test_decode_id_outside_vocabulary_is_refused_by_id(tokenizer, token_id):
         tokenizer.decode([90, token_id])
 
 
+def test_has_id_tells_tokens_from_holes_and_from_ids_outside(folder, tmp_path):
+    gapped = Tokenizer(_edited(folder, tmp_path, lambda raw: raw["model"]["vocab"].update({"ab": 1000})), vision=True)
+    own = gapped.special
+    assert all(gapped.has_id(token_id) for token_id in (0, 100, own.image, own.sentinel_base + 4, 1000))
+    assert not any(gapped.has_id(token_id) for token_id in (-1, own.image + 1, 999, 1001, 10**6))
+
+
 # --- the file
 
 

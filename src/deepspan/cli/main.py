@@ -68,7 +68,7 @@ def generate(
     ] = None,
     system: Annotated[str, typer.Option(help="System message.", show_default=False)] = "",
     effort: Annotated[str, typer.Option(help="Thinking: none, low, high or max.")] = "none",
-    raw: Annotated[bool, typer.Option(help="Continue the text as it is, without the chat format.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat format.")] = False,
     max_tokens: Annotated[int, typer.Option(help="New tokens at most.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens that reach this mass.")] = 1.0,
