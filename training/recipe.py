@@ -21,7 +21,7 @@ START_BIAS = 0.5
 
 SIZES: dict[str, Any] = {
     "hidden_size": 128,
-    "num_attention_heads": 4,
+    "num_attention_heads": 2,
     "head_dim": 512,
     "qk_rope_head_dim": 64,
     "q_lora_rank": 64,

@@ -1,22 +1,12 @@
 """Tiny checkpoints and loaded models, made once for all end-to-end tests."""
 
 import pytest
-import torch
 
 from deepspan import LLM
 from deepspan.weights.tiny import write_tiny
 
 PADDED_VOCAB = 300  # rows beyond the tokenizer's, as released models have
 SMALL = {"vision_patch_size": 2, "vision_max_n_token": 64, "vision_min_pixels": 144, "vocab_size": PADDED_VOCAB}
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_thread():
-    """Tensors are tiny here: a second thread only waits, and on a busy machine for long."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

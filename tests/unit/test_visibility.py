@@ -11,7 +11,12 @@ from deepspan.runtime.visibility import num_visible_entries, visible_intervals
 
 
 def spans_of(*bounds: tuple[int, int]) -> list[ImageSpan]:
-    return [ImageSpan(offset=first, first=first, last=last) for first, last in bounds]
+    """Spans with as many lead pads as fit, up to three: pads must make no difference to what is seen."""
+    free = [0, *(last + 1 for _, last in bounds)]
+    return [
+        ImageSpan(offset=max(first - 3, start), first=first, last=last)
+        for (first, last), start in zip(bounds, free, strict=False)
+    ]
 
 
 def intervals(num_tokens: int, window: int, *bounds: tuple[int, int]) -> list[tuple[int, int]]:

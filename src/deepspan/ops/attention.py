@@ -29,8 +29,9 @@ def sparse_attention(
     """Softmax over raw rows [lo, hi], entries [entry_lo, entry_hi) (only the selected ones, if given) and the sink.
 
     q_THK: rotated queries. row_lo_T, row_hi_T: int64, both ends included. entries_NK: None in layers without
-    compression. selected_TM: flat entry indices, -1 for none. sink_H: fp32 logits without a value. blocks cover all
-    queries once. Scores and softmax are fp32. Returns [T, H, K] in q's dtype.
+    compression. selected_TM: flat entries inside the row's [entry_lo, entry_hi), -1 for none; None takes all of them.
+    sink_H: fp32 logits without a value. blocks cover all queries once, in order. Scores and softmax are fp32.
+    Returns [T, H, K] in q's dtype.
     """
     outputs = []
     for block in blocks:
