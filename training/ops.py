@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deepspan.ops.blocks import QueryBlock
 from deepspan.ops.indexer import index_scores, select_entries
-from deepspan.ops.registry import OpFunction, OpTable, reference_ops
+from deepspan.ops.registry import OpTable, reference_ops
 from deepspan.ops.router import route
 
 
@@ -121,18 +121,7 @@ def training_ops(recorder: Recorder, compiled: bool = True) -> OpTable:
     if compiled:
         fused = ("rms_norm", "apply_rope", "hyper_pre", "hyper_post", "clamped_swiglu", "apply_vision_rope")
         ops = replace(ops, **{name: torch.compile(getattr(ops, name), dynamic=True) for name in fused})
-    exact = ("hyper_pre", "hyper_post", "hyper_head", "route")
-    return replace(ops, **{name: _without_autocast(getattr(ops, name)) for name in exact})
-
-
-def _without_autocast(function: OpFunction) -> OpFunction:
-    """What the release computes in fp32 stays so in a bf16 run."""
-
-    def exact(*arguments: object) -> object:
-        with torch.autocast("cpu", enabled=False):
-            return function(*arguments)
-
-    return exact
+    return ops
 
 
 def _attend(q_THK: Tensor, keys_SK: Tensor, mask_TS: Tensor, sink_H: Tensor, scale: float) -> tuple[Tensor, Tensor]:

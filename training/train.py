@@ -111,8 +111,7 @@ class Trainer:
         """One update."""
         self.recorder.clear()
         self.recorder.dense = self.step < self.schedule.see_steps + self.schedule.learn_steps
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.schedule.bf16):
-            loss = self._loss(batch)
+        loss = self._loss(batch)
         self.muon.zero_grad()
         self.adam.zero_grad()
         loss.backward()
@@ -128,7 +127,9 @@ class Trainer:
 
     def _loss(self, batch: list[Example]) -> Tensor:
         seeing = self.step < self.schedule.see_steps
-        rows, cell_loss = self._see(batch)
+        # The tower alone in bf16: its few large products gain, while the network's many shapes would each be compiled.
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.schedule.bf16):
+            rows, cell_loss = self._see(batch)
         if seeing:
             return cell_loss
         features = _features(batch, rows)
@@ -168,7 +169,7 @@ class Trainer:
             there = wanted > 0
             if there.any():
                 self.meters[f"cell_{name}"].append(float((logits.argmax(1) == wanted)[there].float().mean()))
-        return list(rows.split([len(image.block.encoder_rows) for image in images])), loss
+        return list(rows.float().split([len(image.block.encoder_rows) for image in images])), loss
 
     def _meter_answers(self, batch: list[Example], logits: Tensor, targets: Tensor) -> None:
         right = (logits.argmax(1) == targets).split([int((e.targets >= 0).sum()) for e in batch])

@@ -7,6 +7,7 @@ Shapes: T flat rows, D hidden, N entries, K entry width.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from deepspan.config.model import OVERLAP_RATIO, ModelConfig
@@ -31,7 +32,7 @@ class Compressor(torch.nn.Module):
     def forward(self, x_TD: Tensor, batch: ForwardBatch, meta: CompressedMetadata, tables: RopeTables) -> Tensor:
         """Entries of all sequences, one sequence after the other: [N, K], rotated at the first token of their group."""
         kv = self.wkv(x_TD)
-        gate = self.wgate(x_TD) + self.ape[batch.positions % self.ratio]
+        gate = self.wgate(x_TD) + F.embedding(batch.positions % self.ratio, self.ape)
         pooled = [
             self._ops.compress_groups(kv_S, gate_S, self.ratio, self.dim)
             for kv_S, gate_S in zip(kv.split(batch.lengths), gate.split(batch.lengths), strict=True)
