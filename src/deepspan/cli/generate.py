@@ -10,6 +10,7 @@ from typing import Any, cast, get_args
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from deepspan.bundled import bundled_model
 from deepspan.core.request import SamplingParams
 from deepspan.errors import InputError
 from deepspan.image.decode import ImageMode
@@ -22,7 +23,7 @@ notes = Console(stderr=True, highlight=False)
 def run(
     *,
     question: str,
-    model: Path,
+    model: Path | None,
     images: list[Path],
     system: str,
     effort: str,
@@ -50,8 +51,9 @@ def run(
     _stream(llm, [*messages, {"role": "user", "content": content}], params, options)
 
 
-def load(model: Path, *, device: str, dtype: str, image_mode: ImageMode = "serving") -> LLM:
-    """Load a model with a progress bar on stderr, which vanishes when it is done."""
+def load(model: Path | None, *, device: str, dtype: str, image_mode: ImageMode = "serving") -> LLM:
+    """Load a model (the bundled one if None) with a progress bar on stderr, which vanishes when it is done."""
+    model = model or bundled_model()
     columns = (TextColumn("loading"), BarColumn(), MofNCompleteColumn(), TextColumn("tensors"), TimeElapsedColumn())
     with Progress(*columns, console=notes, transient=True) as bar:
         task = bar.add_task("loading", total=None)

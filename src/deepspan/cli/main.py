@@ -21,10 +21,14 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+eval_app = typer.Typer(help="Measure how well a model answers.", no_args_is_help=True)
 inspect_app = typer.Typer(help="Look at what deepspan would do, without doing it.", no_args_is_help=True)
+app.add_typer(eval_app, name="eval")
 app.add_typer(inspect_app, name="inspect")
 
-Model = Annotated[Path, typer.Option("--model", "-m", help="Checkpoint folder.", show_default=False)]
+Model = Annotated[
+    Path | None, typer.Option("--model", "-m", help="Checkpoint folder; the bundled deepspan-tiny if not given.")
+]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, npu, ... (any PyTorch device).")]
 Dtype = Annotated[str, typer.Option(help="auto, float32 or bfloat16.")]
 
@@ -61,7 +65,7 @@ def _root(
 @app.command()
 def generate(
     question: Annotated[str, typer.Argument(help="What to ask.", show_default=False)],
-    model: Model,
+    model: Model = None,
     image: Annotated[
         list[Path] | None,
         typer.Option("--image", "-i", help="Picture to ask about; repeat for more, in order.", show_default=False),
@@ -107,6 +111,20 @@ def tiny(
         "tiny", "run",
         out=out, layers=layers, ratios=ratios, vision=vision, draft_stages=draft_stages, shards=shards, seed=seed,
     )  # fmt: skip
+
+
+@eval_app.command("tiny")
+def eval_tiny(
+    model: Model = None,
+    questions: Annotated[int, typer.Option(min=1, help="Questions per skill (fewer of the long ones).")] = 100,
+    as_json: Annotated[bool, typer.Option("--json", help="Print counts as JSON.")] = False,
+    failures: Annotated[bool, typer.Option("--failures", help="Show the first wrong answers of each skill.")] = False,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> None:
+    """Accuracy of deepspan-tiny's skills on held-out pictures and texts."""
+    _verb("eval", "run", model=model, questions=questions, as_json=as_json, failures=failures,
+          device=device, dtype=dtype)  # fmt: skip
 
 
 @inspect_app.command("ops")

@@ -1,0 +1,38 @@
+"""`deepspan eval tiny`: the accuracy table of a model on the skills of deepspan-tiny."""
+
+import json
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from deepspan.cli.generate import load, notes
+from deepspan.evaluate import Score, evaluate
+
+
+def run(*, model: Path | None, questions: int, as_json: bool, failures: bool, device: str, dtype: str) -> None:
+    """Print the table (or JSON) to stdout, progress to stderr."""
+    llm = load(model, device=device, dtype=dtype)
+    columns = (TextColumn("asking"), BarColumn(), MofNCompleteColumn(), TextColumn("questions"), TimeElapsedColumn())
+    with Progress(*columns, console=notes, transient=True) as bar:
+        task = bar.add_task("asking", total=None)
+        scores = evaluate(llm, questions, progress=lambda done, total: bar.update(task, completed=done, total=total))
+    if as_json:
+        print(json.dumps({s.skill: {"right": s.num_right, "asked": s.num_asked} for s in scores}, indent=2))
+    else:
+        Console().print(_table(scores))
+    if failures:
+        for score in scores:
+            for question, right, given in score.failures:
+                notes.print(f"{score.skill}: {question!r} is {right!r}, answered {given!r}", markup=False)
+
+
+def _table(scores: list[Score]) -> Table:
+    table = Table(title="exact answers on held-out seeds")
+    table.add_column("skill")
+    for column in ("right", "asked", "accuracy"):
+        table.add_column(column, justify="right")
+    for score in scores:
+        table.add_row(score.skill, str(score.num_right), str(score.num_asked), f"{score.accuracy:.1%}")
+    return table
