@@ -1,7 +1,7 @@
 """Write a trained state as a checkpoint in the released format: `python -m training.export RUN OUT`.
 
-Large matrices are rounded to bf16, what the release keeps in fp32 stays fp32, and what the release stores without reading
-(the correction bias of hash layers) is stored as zeros.
+Large matrices are rounded to bf16, what the release keeps in fp32 stays fp32, and what the release stores without
+reading (the correction bias of hash layers) is stored as zeros.
 """
 
 import argparse

@@ -23,7 +23,6 @@ from deepspan.weights.checkpoint import INDEX_FILE
 from deepspan.weights.names import locate
 from deepspan.weights.table import DraftKind, Storage, Table, TensorSpec, backbone_tensors, draft_tensors
 
-FILE_DTYPES = {Storage.FP32: torch.float32, Storage.INT64: torch.int64}  # everything else: bfloat16
 RELEASED_VISION_FIELDS = {
     "vision_patch_size": 14,
     "vision_downsample_ratio": 3,
@@ -157,6 +156,11 @@ def random_tensors(table: Table, seed: int) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def file_dtype(spec: TensorSpec) -> torch.dtype:
+    """How an unquantised checkpoint stores a tensor: what the release keeps in fp32 or int64 so, all else as bf16."""
+    return {Storage.FP32: torch.float32, Storage.INT64: torch.int64}.get(spec.storage, torch.bfloat16)
+
+
 def _random_choices(rng: np.random.Generator, shape: tuple[int, ...], num_experts: int) -> torch.Tensor:
     """Distinct expert ids in each row of a hash table [V, A]."""
     rows, num_active = shape
@@ -177,7 +181,7 @@ def _random_values(rng: np.random.Generator, name: str, spec: TensorSpec) -> tor
         values = 0.3 * noise
     else:
         values = noise / np.sqrt(spec.shape[-1])
-    return torch.from_numpy(values).to(FILE_DTYPES.get(spec.storage, torch.bfloat16))
+    return torch.from_numpy(values).to(file_dtype(spec))
 
 
 def _stack(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
