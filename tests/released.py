@@ -4,7 +4,10 @@
 """
 
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
+
+from deepspan.config.model import VisionConfig
 
 _FLASH = {
     "architectures": ["DeepseekV4ForCausalLM"],
@@ -103,3 +106,18 @@ def flash_dspark() -> dict[str, Any]:
 def flash_vision() -> dict[str, Any]:
     """The vision model, with three DSpark stages."""
     return deepcopy(_FLASH | _DSPARK | _VISION)
+
+
+RELEASED_VISION = VisionConfig(
+    n_layers=32,
+    dim=1024,
+    n_heads=16,
+    inter_dim=2816,
+    patch_size=14,
+    downsample_ratio=3,
+    max_n_token=384,
+    min_pixels=147456,
+    max_wh_ratio=8,
+    rope_theta=10000.0,
+)
+TINY_VISION = replace(RELEASED_VISION, patch_size=2, max_n_token=64, min_pixels=144)

@@ -5,9 +5,9 @@ import logging
 import re
 
 import pytest
-from released import flash, flash_dspark, flash_vision
+from released import RELEASED_VISION, flash, flash_dspark, flash_vision
 
-from deepspan.config.model import DraftConfig, RopeConfig, VisionConfig, load_model_config, parse_model_config
+from deepspan.config.model import DraftConfig, RopeConfig, load_model_config, parse_model_config
 from deepspan.errors import ConfigError
 
 OPTIONAL = frozenset(
@@ -65,18 +65,7 @@ def test_config_of_released_text_model_keeps_every_value():
 
 def test_config_of_released_vision_model_keeps_vision_and_draft_fields():
     config = parse_model_config(flash_vision())
-    assert config.vision == VisionConfig(
-        n_layers=32,
-        dim=1024,
-        n_heads=16,
-        inter_dim=2816,
-        patch_size=14,
-        downsample_ratio=3,
-        max_n_token=384,
-        min_pixels=147456,
-        max_wh_ratio=8,
-        rope_theta=10000.0,
-    )
+    assert config.vision == RELEASED_VISION
     assert config.vision.head_dim == 64
     assert config.draft == DraftConfig(
         block_size=5, noise_token_id=128799, target_layer_ids=(40, 41, 42), markov_rank=256

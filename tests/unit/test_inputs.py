@@ -17,25 +17,12 @@ from deepspan.errors import ImageError, InputError
 from deepspan.image.decode import ImageLimits
 from deepspan.image.layout import image_block
 from deepspan.text.switches import ChatOptions
-from deepspan.text.tiny_tokenizer import write_tiny_tokenizer
 from deepspan.text.tokenizer import Tokenizer
 
 CHAT = ChatOptions(effort="none")
 PARAMS = SamplingParams(max_tokens=4)
 TINY_IMAGES = {"vision_patch_size": 2, "vision_max_n_token": 64, "vision_min_pixels": 144}
 START, PAD, IMAGE, NEWLINE, END, TEXT = 0, 1, 2, 3, 4, -1
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    made = tmp_path_factory.mktemp("tokenizer")
-    write_tiny_tokenizer(made)
-    return made
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folder):
-    return Tokenizer(folder, vision=True)
 
 
 @pytest.fixture(scope="module")
@@ -236,11 +223,11 @@ def test_request_with_image_mode_is_prepared_in_that_mode(config, tokenizer):
     assert (black == -1).all()
 
 
-def test_request_with_image_for_a_text_model_is_refused_by_part(folder, config):
+def test_request_with_image_for_a_text_model_is_refused_by_part(tokenizer_folder, config):
     text_only = parse_model_config(
         flash_vision() | {"vocab_size": config.vocab_size, "dspark_noise_token_id": 0, "vision_n_layers": 0}
     )
-    builder = InputBuilder(text_only, Tokenizer(folder, vision=False))
+    builder = InputBuilder(text_only, Tokenizer(tokenizer_folder, vision=False))
     with pytest.raises(InputError, match=r"messages\[0\]\.content\[0\].*no vision"):
         builder.from_messages(_user(_image(_picture())), CHAT, PARAMS)
     assert builder.from_messages(_user("hi"), CHAT, PARAMS).images == ()

@@ -1,30 +1,15 @@
 """Patches: order, normalisation and bfloat16 rounding by hand; pixel hashes of the release."""
 
 import hashlib
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from PIL import Image, ImageOps
+from released import RELEASED_VISION, TINY_VISION
 
-from deepspan.config.model import VisionConfig
 from deepspan.image.patches import PIXEL_VALUES, draw_canvas, image_patches, round_to_bfloat16
 from deepspan.image.prepare import prepare_image
 from deepspan.image.resize import plan_resize
-
-RELEASE = VisionConfig(
-    n_layers=32,
-    dim=1024,
-    n_heads=16,
-    inter_dim=2816,
-    patch_size=14,
-    downsample_ratio=3,
-    max_n_token=384,
-    min_pixels=147456,
-    max_wh_ratio=8,
-    rope_theta=10000.0,
-)
-TINY = replace(RELEASE, patch_size=2, max_n_token=64, min_pixels=144)
 
 HASHES = [  # first 16 hex digits of SHA-256 over the patches as little-endian float32
     ((224, 224), "1ec9d646a70e494d"),
@@ -50,7 +35,7 @@ def synthetic(width: int, height: int) -> np.ndarray:
 @pytest.mark.parametrize("mode", ["reference", "serving"])
 @pytest.mark.parametrize(("size", "expected"), HASHES)
 def test_patches_of_synthetic_image_equal_release(size, expected, mode):
-    image = prepare_image(Image.fromarray(synthetic(*size)), RELEASE, mode=mode)
+    image = prepare_image(Image.fromarray(synthetic(*size)), RELEASED_VISION, mode=mode)
     assert image.patches.dtype == np.float32
     assert image.patches.shape == (image.grid_rows * image.grid_cols, 3 * 14 * 14)
     assert hashlib.sha256(image.patches.astype("<f4").tobytes()).hexdigest()[:16] == expected
@@ -66,7 +51,7 @@ def test_pixel_value_of_level_equals_release(level, value):
 
 def test_patches_of_numbered_canvas_are_channel_first_in_raster_order():
     pixels = synthetic(12, 18)
-    plan = plan_resize(12, 18, TINY)
+    plan = plan_resize(12, 18, TINY_VISION)
     assert (plan.canvas_width, plan.canvas_height) == (12, 18)
     patches = image_patches(pixels, plan)
     assert patches.shape == (54, 12)
@@ -79,7 +64,7 @@ def test_patches_of_numbered_canvas_are_channel_first_in_raster_order():
 @pytest.mark.parametrize("size", [(320, 400), (640, 480), (450, 308), (333, 90), (90, 333)])
 def test_canvas_of_letterboxed_image_equals_pillow_pad(size):
     pixels = synthetic(*size)
-    plan = plan_resize(*size, RELEASE)
+    plan = plan_resize(*size, RELEASED_VISION)
     canvas = draw_canvas(pixels, plan)
     expected = ImageOps.pad(
         Image.fromarray(pixels), (plan.canvas_width, plan.canvas_height), Image.Resampling.BICUBIC, (127, 127, 127)
@@ -89,8 +74,8 @@ def test_canvas_of_letterboxed_image_equals_pillow_pad(size):
 
 def test_canvas_of_needle_is_a_line_in_serving_and_grey_in_reference():
     pixels = np.full((400, 1, 3), 255, dtype=np.uint8)
-    line = draw_canvas(pixels, plan_resize(1, 400, TINY))
-    grey = draw_canvas(pixels, plan_resize(1, 400, TINY, min_content=0))
+    line = draw_canvas(pixels, plan_resize(1, 400, TINY_VISION))
+    grey = draw_canvas(pixels, plan_resize(1, 400, TINY_VISION, min_content=0))
     assert (grey == 127).all()
     assert (line == 255).all(axis=(0, 2)).sum() == 1
 

@@ -5,25 +5,11 @@ from dataclasses import astuple, replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from released import RELEASED_VISION, TINY_VISION
 
-from deepspan.config.model import VisionConfig
 from deepspan.errors import ConfigError, ImageError
 from deepspan.image.layout import block_length, num_lead_pads
 from deepspan.image.resize import plan_resize, worst_case_grid
-
-RELEASE = VisionConfig(
-    n_layers=32,
-    dim=1024,
-    n_heads=16,
-    inter_dim=2816,
-    patch_size=14,
-    downsample_ratio=3,
-    max_n_token=384,
-    min_pixels=147456,
-    max_wh_ratio=8,
-    rope_theta=10000.0,
-)
-TINY = replace(RELEASE, patch_size=2, max_n_token=64, min_pixels=144)
 
 FULL, STRETCH, LETTERBOX = "full", "stretch", "letterbox"
 WORKED = [  # sizes; canvas w x h; encoder rows x cols; token rows x cols; block length at position 0 (mod 4); fit
@@ -63,7 +49,7 @@ CASES = [(size, *row[1:]) for row in WORKED for size in row[0]]
 
 @pytest.mark.parametrize(("size", "canvas", "grid", "cells", "length", "fit"), CASES)
 def test_plan_of_worked_size_equals_release(size, canvas, grid, cells, length, fit):
-    plan = plan_resize(*size, RELEASE)
+    plan = plan_resize(*size, RELEASED_VISION)
     assert (plan.canvas_width, plan.canvas_height) == canvas
     assert (plan.grid_rows, plan.grid_cols) == grid
     assert (plan.num_rows, plan.num_cols) == cells
@@ -81,10 +67,10 @@ def test_plan_of_worked_size_equals_release(size, canvas, grid, cells, length, f
 @pytest.mark.parametrize(
     ("vision", "grid"),
     [
-        (RELEASE, (8, 46)),
-        (TINY, (4, 13)),
-        (replace(TINY, max_n_token=9), (2, 1)),
-        (replace(RELEASE, patch_size=2), (8, 46)),
+        (RELEASED_VISION, (8, 46)),
+        (TINY_VISION, (4, 13)),
+        (replace(TINY_VISION, max_n_token=9), (2, 1)),
+        (replace(RELEASED_VISION, patch_size=2), (8, 46)),
     ],
 )
 def test_worst_case_grid_of_configuration_has_most_rows(vision, grid):
@@ -98,7 +84,7 @@ def test_worst_case_grid_of_release_is_above_the_square_one():
 
 def test_worst_case_grid_without_room_for_a_cell_is_refused():
     with pytest.raises(ConfigError, match=r"vision_max_n_token 8 .* 6 tokens .* 3 lead pads"):
-        worst_case_grid(replace(RELEASE, max_n_token=8))
+        worst_case_grid(replace(RELEASED_VISION, max_n_token=8))
 
 
 def check_invariants(width, height, vision):
@@ -121,29 +107,29 @@ def check_invariants(width, height, vision):
 
 @given(st.integers(1, 8000), st.integers(1, 8000))
 def test_plan_of_any_size_keeps_invariants(width, height):
-    check_invariants(width, height, RELEASE)
+    check_invariants(width, height, RELEASED_VISION)
 
 
 @given(st.integers(1, 300), st.integers(1, 300), st.sampled_from([1, 3, 8]), st.sampled_from([32, 64, 100]))
 def test_plan_of_tiny_configuration_keeps_invariants(width, height, max_wh_ratio, max_n_token):
-    check_invariants(width, height, replace(TINY, max_wh_ratio=max_wh_ratio, max_n_token=max_n_token))
+    check_invariants(width, height, replace(TINY_VISION, max_wh_ratio=max_wh_ratio, max_n_token=max_n_token))
 
 
 @given(st.integers(1, 8000), st.integers(1, 20))
 def test_plan_of_slivers_keeps_invariants(length, breadth):
-    check_invariants(length, breadth, RELEASE)
-    check_invariants(breadth, length, RELEASE)
+    check_invariants(length, breadth, RELEASED_VISION)
+    check_invariants(breadth, length, RELEASED_VISION)
 
 
 @pytest.mark.parametrize(("slack_height", "top"), [(583, 2), (585, 2), (483, 4)])
 def test_plan_offset_of_odd_slack_is_rounded_half_to_even(slack_height, top):
     sizes = {583: (1920, 1080), 585: (1024, 701), 483: (640, 480)}
-    plan = plan_resize(*sizes[slack_height], RELEASE)
+    plan = plan_resize(*sizes[slack_height], RELEASED_VISION)
     assert (plan.content_height, plan.content_top) == (slack_height, top)
 
 
 def test_plan_of_needle_keeps_one_pixel_unless_release_grey_is_asked_for():
-    serving, reference = (plan_resize(1, 100_000, RELEASE, min_content=n) for n in (1, 0))
+    serving, reference = (plan_resize(1, 100_000, RELEASED_VISION, min_content=n) for n in (1, 0))
     assert (serving.content_width, serving.content_left, serving.content_height) == (1, 20, 7896)
     assert (reference.content_width, reference.content_left) == (0, 21)
     assert (serving.grid_rows, serving.grid_cols) == (reference.grid_rows, reference.grid_cols)
@@ -152,10 +138,10 @@ def test_plan_of_needle_keeps_one_pixel_unless_release_grey_is_asked_for():
 @pytest.mark.parametrize("size", [(0, 5), (5, 0), (0, 0), (-1, 3)])
 def test_plan_of_empty_image_is_refused(size):
     with pytest.raises(ImageError, match="at least one pixel"):
-        plan_resize(*size, RELEASE)
+        plan_resize(*size, RELEASED_VISION)
 
 
 @pytest.mark.parametrize(("size", "max_n_token"), [((100, 100), 3), ((100, 100), 8), ((1, 5000), 7), ((5000, 1), 10)])
 def test_plan_under_impossible_budget_is_refused_with_the_numbers(size, max_n_token):
     with pytest.raises(ImageError, match=f"vision_max_n_token {max_n_token} .*patch size 14"):
-        plan_resize(*size, replace(RELEASE, max_n_token=max_n_token))
+        plan_resize(*size, replace(RELEASED_VISION, max_n_token=max_n_token))

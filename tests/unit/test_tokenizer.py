@@ -24,24 +24,12 @@ ALL_STRINGS = (*special.GRAMMAR, *special.SPANS, special.IMAGE)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    made = tmp_path_factory.mktemp("tiny")
-    write_tiny_tokenizer(made)
-    return made
+def backend(tokenizer_folder):
+    return Backend.from_file(str(tokenizer_folder / "tokenizer.json"))
 
 
-@pytest.fixture(scope="module")
-def tokenizer(folder):
-    return Tokenizer(folder, vision=True)
-
-
-@pytest.fixture(scope="module")
-def backend(folder):
-    return Backend.from_file(str(folder / "tokenizer.json"))
-
-
-def _edited(folder, tmp_path, edit):
-    raw = json.loads((folder / "tokenizer.json").read_text())
+def _edited(tokenizer_folder, tmp_path, edit):
+    raw = json.loads((tokenizer_folder / "tokenizer.json").read_text())
     edit(raw)
     (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
     return tmp_path
@@ -54,10 +42,10 @@ def _user(text):
 # --- the tiny tokenizer
 
 
-def test_tiny_tokenizer_written_twice_is_the_same_files(folder, tmp_path):
+def test_tiny_tokenizer_written_twice_is_the_same_files(tokenizer_folder, tmp_path):
     size = write_tiny_tokenizer(tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        assert (tmp_path / name).read_bytes() == (folder / name).read_bytes()
+        assert (tmp_path / name).read_bytes() == (tokenizer_folder / name).read_bytes()
     assert size == Backend.from_file(str(tmp_path / "tokenizer.json")).get_vocab_size() == 256 + len(ALL_STRINGS)
 
 
@@ -66,8 +54,11 @@ def test_tiny_tokenizer_ids_of_bytes_and_first_tokens_equal_release(tokenizer):
     assert tokenizer.encode([Text(text="<>|qxy")]) == [30, 32, 94, 83, 90, 91]
 
 
-def test_tiny_tokenizer_special_flags_equal_release(folder):
-    flags = {e["content"]: e["special"] for e in json.loads((folder / "tokenizer.json").read_text())["added_tokens"]}
+def test_tiny_tokenizer_special_flags_equal_release(tokenizer_folder):
+    flags = {
+        e["content"]: e["special"]
+        for e in json.loads((tokenizer_folder / "tokenizer.json").read_text())["added_tokens"]
+    }
     assert set(flags) == set(ALL_STRINGS)
     assert {s for s, flag in flags.items() if flag} == {special.BOS, special.EOS, special.PAD, *special.SPANS}
 
@@ -105,12 +96,12 @@ def test_encode_benign_chat_equals_encoding_of_the_whole_string(tokenizer, texts
     assert tokenizer.decode(tokenizer.encode(segments), keep_special=True) == whole
 
 
-def test_encode_neighbouring_texts_are_one_run(folder, tmp_path):
+def test_encode_neighbouring_texts_are_one_run(tokenizer_folder, tmp_path):
     def add_merge(raw):
         raw["model"]["vocab"]["ĊĊ"] = 1000
         raw["model"]["merges"] = [["Ċ", "Ċ"]]
 
-    merging = Tokenizer(_edited(folder, tmp_path, add_merge), vision=True)
+    merging = Tokenizer(_edited(tokenizer_folder, tmp_path, add_merge), vision=True)
     texts = [Text(text="a\n"), Text(text=""), Text(text="\nb")]
     assert merging.encode(texts) == merging.encode([Text(text="a\n\nb")]) == [67, 1000, 68]
     assert merging.vocab_size == 1001
@@ -118,13 +109,13 @@ def test_encode_neighbouring_texts_are_one_run(folder, tmp_path):
         merging.decode([999])
 
 
-def test_encode_merges_that_spell_a_control_token_are_refused(folder, tmp_path):
+def test_encode_merges_that_spell_a_control_token_are_refused(tokenizer_folder, tmp_path):
     def add_merge(raw):
         raw["model"]["vocab"] |= {"<a": 1000, "<a>": 1001}
         raw["model"]["merges"] = [["<", "a"], ["<a", ">"]]
         raw["added_tokens"].append(raw["added_tokens"][0] | {"id": 1001, "content": "<a>"})
 
-    spelling = Tokenizer(_edited(folder, tmp_path, add_merge), vision=True)
+    spelling = Tokenizer(_edited(tokenizer_folder, tmp_path, add_merge), vision=True)
     assert spelling.encode([Text(text="<a")]) == [1000]
     with pytest.raises(InputError, match="control token"):
         spelling.encode([Text(text="<a>")])
@@ -135,9 +126,9 @@ def test_encode_image_slots_are_image_ids_in_order(tokenizer):
     assert tokenizer.encode([slot, Text(text="x"), slot]) == [tokenizer.special.image, 90, tokenizer.special.image]
 
 
-def test_encode_image_without_vision_is_refused_by_place(folder):
+def test_encode_image_without_vision_is_refused_by_place(tokenizer_folder):
     with pytest.raises(InputError, match=r"messages\[0\].content\[1\].*no vision"):
-        Tokenizer(folder, vision=False).encode([ImageSlot(source="data:,", where="messages[0].content[1]")])
+        Tokenizer(tokenizer_folder, vision=False).encode([ImageSlot(source="data:,", where="messages[0].content[1]")])
 
 
 def test_encode_lone_surrogate_is_an_input_error(tokenizer):
@@ -185,8 +176,10 @@ def test_decode_id_outside_vocabulary_is_refused_by_id(tokenizer, token_id):
         tokenizer.decode([90, token_id])
 
 
-def test_has_id_tells_tokens_from_holes_and_from_ids_outside(folder, tmp_path):
-    gapped = Tokenizer(_edited(folder, tmp_path, lambda raw: raw["model"]["vocab"].update({"ab": 1000})), vision=True)
+def test_has_id_tells_tokens_from_holes_and_from_ids_outside(tokenizer_folder, tmp_path):
+    gapped = Tokenizer(
+        _edited(tokenizer_folder, tmp_path, lambda raw: raw["model"]["vocab"].update({"ab": 1000})), vision=True
+    )
     own = gapped.special
     assert all(gapped.has_id(token_id) for token_id in (0, 100, own.image, own.sentinel_base + 4, 1000))
     assert not any(gapped.has_id(token_id) for token_id in (-1, own.image + 1, 999, 1001, 10**6))
@@ -195,7 +188,7 @@ def test_has_id_tells_tokens_from_holes_and_from_ids_outside(folder, tmp_path):
 # --- the file
 
 
-def test_tokenizer_of_file_with_truncation_and_padding_uses_neither(folder, tmp_path):
+def test_tokenizer_of_file_with_truncation_and_padding_uses_neither(tokenizer_folder, tmp_path):
     def limit(raw):
         raw["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
         raw["padding"] = {
@@ -207,7 +200,7 @@ def test_tokenizer_of_file_with_truncation_and_padding_uses_neither(folder, tmp_
             "pad_token": special.PAD,
         }
 
-    limited = Tokenizer(_edited(folder, tmp_path, limit) / "tokenizer.json", vision=True)
+    limited = Tokenizer(_edited(tokenizer_folder, tmp_path, limit) / "tokenizer.json", vision=True)
     assert limited.encode([Text(text="xxxx")]) == [90] * 4 == limited.encode_raw("xxxx")
 
 
@@ -220,9 +213,9 @@ def test_tokenizer_of_file_with_truncation_and_padding_uses_neither(folder, tmp_
         (lambda raw: raw["added_tokens"].pop(), "deepseek_image"),
     ],
 )
-def test_tokenizer_of_unfit_file_is_refused(folder, tmp_path, edit, message):
+def test_tokenizer_of_unfit_file_is_refused(tokenizer_folder, tmp_path, edit, message):
     with pytest.raises(ConfigError, match=message):
-        Tokenizer(_edited(folder, tmp_path, edit), vision=True)
+        Tokenizer(_edited(tokenizer_folder, tmp_path, edit), vision=True)
 
 
 def test_tokenizer_of_missing_or_broken_file_is_refused(tmp_path):
