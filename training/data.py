@@ -25,6 +25,9 @@ from deepspan.skills.suite import TRAIN_SEED, sample
 from deepspan.text.chat import encode_chat
 from deepspan.text.switches import ChatOptions
 from deepspan.text.tokenizer import Tokenizer
+from training.pages import page
+
+PAGE = "page"  # beside the skills: what the tower is warmed up with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +113,7 @@ def examples(
 ) -> Iterator[tuple[int, list[Example]]]:
     """Endless batches (index after the batch, examples) of about `max_tokens` tokens from sample `first` on.
 
-    weights: how often each skill is drawn, None for the suite's own.
+    weights: how often each skill (or PAGE) is drawn, None for the suite's own.
     """
     config, tokenizer = load_model_config(folder), Tokenizer(folder, vision=True)
     index, batch, size = first, [], 0
@@ -130,7 +133,9 @@ def _draw(seed: int, index: int, weights: dict[str, float] | None) -> Sample:
         return sample(seed, index)
     names = sorted(weights)
     shares = np.asarray([weights[name] for name in names])
-    return sample(seed, index, str(np.random.default_rng((seed, index)).choice(names, p=shares / shares.sum())))
+    rng = np.random.default_rng((seed, index))
+    skill = str(rng.choice(names, p=shares / shares.sum()))
+    return page(rng) if skill == PAGE else sample(seed, index, skill)
 
 
 def _produce(out: Any, arguments: tuple[Any, ...]) -> None:

@@ -22,7 +22,7 @@ from deepspan.model.attention import Indexer
 from deepspan.model.network import DeepseekV4
 from deepspan.runtime.batch_builder import SequenceInput, build_batch
 from deepspan.skills.labels import CHARACTER_CLASSES, COLOUR_CLASSES, SHAPE_CLASSES
-from training.data import Batches, Example
+from training.data import PAGE, Batches, Example
 from training.ops import Recorder, training_ops
 from training.optim import Muon, uses_muon
 from training.recipe import TEXT_EXPERTS, model_config, new_network, raw_config
@@ -221,7 +221,7 @@ def main() -> None:
 def run(trainer: Trainer, minutes: float) -> None:
     """Train to the end of the schedule or of the time; log a line of means every 20 steps, save every 200."""
     schedule, started = trainer.schedule, time.monotonic()
-    weights = {"reading": 1.0, "scene": 1.0, "counting": 0.5, "position": 0.5}
+    weights = {PAGE: 4.0, "scene": 1.0, "reading": 0.5}
     batches, seeing = None, True
     while trainer.step < schedule.total and time.monotonic() - started < minutes * 60:
         if batches is None or seeing != (trainer.step < schedule.see_steps):
