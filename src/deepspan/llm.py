@@ -21,7 +21,7 @@ from deepspan.engine.inputs import InputBuilder
 from deepspan.engine.outputs import OutputCollector
 from deepspan.errors import ConfigError, InputError
 from deepspan.image.decode import DEFAULT_LIMITS, ImageLimits, ImageMode
-from deepspan.ops.registry import bind, resolve
+from deepspan.ops.registry import Provider, bind, resolve
 from deepspan.runtime.device import pick_device, pick_dtype
 from deepspan.runtime.runner import Runner
 from deepspan.runtime.sampler import choose_token
@@ -43,9 +43,12 @@ class LLM:
         dtype: str = "auto",
         image_mode: ImageMode = "serving",
         image_limits: ImageLimits = DEFAULT_LIMITS,
+        providers: Sequence[Provider] = (),
         progress: Progress | None = None,
     ) -> None:
         """model: checkpoint folder. image_mode: `reference` repeats the release's plain RGB conversion bit for bit.
+
+        providers: implementations of operations to prefer over the torch references, in order.
 
         Raises ConfigError or WeightsError naming what does not fit.
         """
@@ -54,7 +57,7 @@ class LLM:
         target = pick_device(device)
         compute = pick_dtype(dtype, target)
         loaded = load_model(
-            model, dtype=compute, device=target, ops=bind(resolve(target.type, compute)), progress=progress
+            model, dtype=compute, device=target, ops=bind(resolve(target.type, compute, providers)), progress=progress
         )
         self.config = loaded.config
         self.tokenizer = Tokenizer(model, vision=self.config.vision is not None)

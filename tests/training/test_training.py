@@ -1,0 +1,102 @@
+"""Training code: the same network as served, the right targets, an optimiser step, a checkpoint that loads."""
+
+import numpy as np
+import pytest
+import torch
+
+from deepspan.config.model import load_model_config
+from deepspan.ops.registry import reference_ops
+from deepspan.runtime.batch_builder import SequenceInput, build_batch
+from deepspan.skills.suite import TRAIN_SEED, sample
+from deepspan.text.tokenizer import Tokenizer
+from deepspan.weights.load import load_model
+from training import recipe
+from training.data import encode_example, examples
+from training.export import export
+from training.ops import Recorder, training_ops
+from training.optim import orthogonalise
+from training.train import Schedule, Trainer
+
+SMALL = {"head_dim": 32, "qk_rope_head_dim": 8, "index_head_dim": 16, "index_topk": 4, "sliding_window": 16}
+
+
+@pytest.fixture
+def small_recipe(monkeypatch):
+    """The recipe with small heads, so that a step takes a fraction of a second."""
+    monkeypatch.setattr(recipe, "SIZES", recipe.SIZES | SMALL)
+
+
+@pytest.fixture
+def trainer(small_recipe, tmp_path):
+    return Trainer(tmp_path, Schedule(see_steps=0, learn_steps=2, choose_steps=2, bf16=False), compiled=False)
+
+
+def _logits(network, config, token_ids):
+    sequence = SequenceInput(
+        token_ids=token_ids,
+        kinds=np.full(len(token_ids), -1, dtype=np.int8),
+        spans=(),
+        features=None,
+        wanted=range(len(token_ids)),
+    )
+    return network(build_batch([sequence, sequence], config, "cpu", query_block=len(token_ids))).logits
+
+
+def test_training_ops_choosing_entries_equal_reference_ops(small_recipe):
+    config = recipe.model_config(600)
+    recorder = Recorder(dense=False)
+    trained = recipe.new_network(config, training_ops(recorder, compiled=False), seed=3)
+    served = recipe.new_network(config, reference_ops(), seed=3)
+    token_ids = np.random.default_rng(0).integers(3, 600, 150)
+    with torch.no_grad():
+        assert torch.allclose(_logits(trained, config, token_ids), _logits(served, config, token_ids), atol=2e-5)
+    assert len(recorder.index_losses) == 2 * sum(ratio == 4 for ratio in recipe.RATIOS)
+    assert all(torch.isfinite(loss) for loss in recorder.index_losses)
+
+
+def test_targets_of_conversation_spell_the_answers(trainer, tmp_path):
+    config, tokenizer = load_model_config(tmp_path), Tokenizer(tmp_path, vision=True)
+    item = sample(TRAIN_SEED, 3, "scene")
+    example = encode_example(item, config, tokenizer)
+    for turn, expected in enumerate(item.turns):
+        answer = example.targets[example.turns == turn].tolist()
+        assert answer[-1] == tokenizer.special.eos
+        assert tokenizer.decode(answer) == expected.answer
+    assert example.labels[0].shape == (3, len(example.images[0].block.encoder_rows))
+
+
+def test_tokenizer_of_recipe_keeps_characters_apart(trainer, tmp_path):
+    tokenizer = Tokenizer(tmp_path, vision=True)
+    assert len(tokenizer.encode_raw("KY84")) == 4
+    assert len(tokenizer.encode_raw("What colour is the star?")) < 12
+
+
+def test_orthogonalise_of_any_shape_brings_singular_values_near_one():
+    for shape in ((2, 8, 32), (2, 32, 8), (1, 16, 16)):
+        matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        values = torch.linalg.svdvals(orthogonalise(matrices))
+        assert values.min() > 0.3
+        assert values.max() < 1.3
+
+
+def test_trainer_stopped_and_resumed_goes_on_as_if_never_stopped(trainer, tmp_path):
+    batches = examples(tmp_path, 0, {"adding": 1.0}, 200)
+    first, second = next(batches)[1], next(batches)[1]
+    trainer.train_step(first)
+    trainer.save()
+    trainer.train_step(second)
+    resumed = Trainer(tmp_path, trainer.schedule, compiled=False)
+    resumed.resume()
+    assert resumed.step == 1
+    resumed.train_step(second)
+    for (name, value), again in zip(trainer.network.named_parameters(), resumed.network.parameters(), strict=True):
+        assert torch.equal(value, again), name
+
+
+def test_export_of_a_run_is_a_checkpoint_that_loads(trainer, tmp_path):
+    trainer.save()
+    export(tmp_path, tmp_path / "out")
+    loaded = load_model(tmp_path / "out", dtype=torch.float32)
+    kept = dict(trainer.network.named_parameters())
+    for name, value in loaded.network.named_parameters():
+        assert torch.allclose(value, kept[name].detach(), rtol=1e-2, atol=1e-6), name
