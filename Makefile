@@ -10,7 +10,7 @@ DEMO_MODEL := build/tiny-random
 PICTURE := docs/images/demo.png
 QUESTION := What is in the picture?
 
-.PHONY: demo test check unit fmt clean
+.PHONY: demo test check unit fmt clean train-tiny
 
 demo: $(RUN_READY) $(DEMO_MODEL)/config.json
 	$(BIN)/deepspan generate --model $(DEMO_MODEL) --image $(PICTURE) --max-tokens 32 "$(QUESTION)"
@@ -30,6 +30,16 @@ unit: $(DEV_READY)
 fmt: $(DEV_READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# Hours on two cores; stop it and run it again as often as you like. glibc must keep freed memory, or every large tensor
+# costs its page faults again.
+train-tiny: $(DEV_READY)
+	$(BIN)/python -m pip install --quiet matplotlib
+	MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=8589934592 MALLOC_TOP_PAD_=268435456 \
+		$(BIN)/python -m training.train build/train-tiny
+	$(BIN)/python -m training.export build/train-tiny build/deepspan-tiny
+	$(BIN)/python -m training.plot build/train-tiny/log.jsonl build/train-tiny/curves.png
+	$(BIN)/python -m training.contact_sheet build/train-tiny/samples.png --skill scene --count 16
 
 clean:
 	rm -rf $(VENV) build

@@ -18,6 +18,7 @@ RATIOS = (0, 0, 4, 128, 4)
 NUM_EXPERTS = 8
 TEXT_EXPERTS = range(4, 8)  # where text rows start; image rows start in the others, told apart by bias and bias_vl
 START_BIAS = 0.5
+LOCALITY = 2.0
 
 SIZES: dict[str, Any] = {
     "hidden_size": 128,
@@ -74,6 +75,8 @@ def _start(name: str, value: torch.Tensor, config: ModelConfig, generator: torch
         _start_hyper(last, value, num_streams, generator)
     elif last in ("bias", "bias_vl") and "gate" in name:
         value.copy_(starting_bias(for_images=last == "bias_vl"))
+    elif name.endswith("attn.wqkv.bias"):
+        _start_local(value, config)
     elif last in ("bias", "attn_sink", "ape"):
         value.zero_()
     elif name == "embed.weight" or name.startswith("image_"):
@@ -102,6 +105,20 @@ def starting_bias(*, for_images: bool) -> torch.Tensor:
     """Correction bias [E] that sends image rows to one half of the experts and text rows to the other."""
     prefers_text = torch.tensor([expert in TEXT_EXPERTS for expert in range(NUM_EXPERTS)])
     return torch.where(prefers_text ^ for_images, START_BIAS, -START_BIAS)
+
+
+def _start_local(bias: torch.Tensor, config: ModelConfig) -> None:
+    """Let the tower begin by looking nearby: equal biases of q and k, turned by their positions, agree at distance 0.
+
+    The heads differ in reach; the last one starts without preference.
+    """
+    vision = config.vision
+    assert vision is not None
+    bias.zero_()
+    query, key, _ = bias.view(3, vision.n_heads, 2, 2, vision.head_dim // 4).unbind(0)
+    num_fast = 5  # angles that turn noticeably within ten patches
+    for head in range(vision.n_heads - 1):
+        query[head, ..., :num_fast] = key[head, ..., :num_fast] = LOCALITY / (head + 1)
 
 
 def _logit(probability: float) -> float:

@@ -35,13 +35,13 @@ CLASSES = (len(SHAPE_CLASSES), len(COLOUR_CLASSES), len(CHARACTER_CLASSES))
 class Schedule:
     """Steps of each phase, and what a step costs and moves. Rates are peaks."""
 
-    see_steps: int = 1200
+    see_steps: int = 1500
     learn_steps: int = 6000
     choose_steps: int = 4000
     decay_share: float = 0.3
     batch_tokens: int = 6000
-    muon_rate: float = 0.01
-    adam_rate: float = 2e-3
+    muon_rate: float = 0.005
+    adam_rate: float = 1e-3
     index_weight: float = 0.3
     cell_weight: float = 0.3
     balance_rate: float = 1e-3
