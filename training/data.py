@@ -139,8 +139,16 @@ def _draw(seed: int, index: int, weights: dict[str, float] | None) -> Sample:
 
 
 def _produce(out: Any, arguments: tuple[Any, ...]) -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
     for item in examples(*arguments):
-        out.put(item)
+        while True:
+            try:
+                out.put(item, timeout=5)
+                break
+            except queue.Full:
+                if not parent.is_alive():  # a trainer that was killed cannot say so
+                    return
 
 
 class Batches:

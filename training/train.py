@@ -28,6 +28,7 @@ from training.optim import Muon, uses_muon
 from training.recipe import TEXT_EXPERTS, model_config, new_network, raw_config
 from training.tokenizer import write_tokenizer
 
+SEEN = {PAGE: 4.0, "scene": 1.0, "reading": 0.5}  # what the tower is warmed up with
 CLASSES = (len(SHAPE_CLASSES), len(COLOUR_CLASSES), len(CHARACTER_CLASSES))
 
 
@@ -209,26 +210,27 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop (and save) after this long")
     parser.add_argument("--eager", action="store_true", help="do not compile the small operations")
+    parser.add_argument("--skills", default="", help="instead of the suite's mix: name=weight,name=weight,...")
     for name, value in asdict(Schedule()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
     arguments = vars(parser.parse_args())
     out, minutes, eager = arguments.pop("out"), arguments.pop("minutes"), arguments.pop("eager")
+    pairs = [pair.split("=") for pair in arguments.pop("skills").split(",") if pair]
     trainer = Trainer(out, Schedule(**arguments), compiled=not eager)
     trainer.resume()
-    run(trainer, minutes)
+    run(trainer, minutes, {name: float(weight) for name, weight in pairs} or None)
 
 
-def run(trainer: Trainer, minutes: float) -> None:
+def run(trainer: Trainer, minutes: float, skills: dict[str, float] | None) -> None:
     """Train to the end of the schedule or of the time; log a line of means every 20 steps, save every 200."""
     schedule, started = trainer.schedule, time.monotonic()
-    weights = {PAGE: 4.0, "scene": 1.0, "reading": 0.5}
     batches, seeing = None, True
     while trainer.step < schedule.total and time.monotonic() - started < minutes * 60:
         if batches is None or seeing != (trainer.step < schedule.see_steps):
             seeing = trainer.step < schedule.see_steps
             if batches is not None:
                 batches.close()
-            chosen = weights if seeing else None
+            chosen = SEEN if seeing else skills
             batches = Batches(trainer.folder, trainer.next_sample, chosen, schedule.batch_tokens)
         trainer.next_sample, batch = batches.next()
         before = time.monotonic()
