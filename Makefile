@@ -36,7 +36,7 @@ fmt: $(DEV_READY)
 train-tiny: $(DEV_READY)
 	$(BIN)/python -m pip install --quiet matplotlib
 	MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=8589934592 MALLOC_TOP_PAD_=268435456 \
-		$(BIN)/python -m training.train build/train-tiny
+		$(BIN)/python -m training.train build/train-tiny --ranks $(shell nproc)
 	$(BIN)/python -m training.export build/train-tiny build/deepspan-tiny
 	$(BIN)/python -m training.plot build/train-tiny/log.jsonl build/train-tiny/curves.png
 	$(BIN)/python -m training.contact_sheet build/train-tiny/samples.png --skill scene --count 16

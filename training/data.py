@@ -109,17 +109,23 @@ def _labels(scene: Scene, vision: VisionConfig) -> np.ndarray:
 
 
 def examples(
-    folder: Path, first: int, weights: dict[str, float] | None, max_tokens: int, seed: int = TRAIN_SEED
+    folder: Path,
+    first: int,
+    weights: dict[str, float] | None,
+    max_tokens: int,
+    seed: int = TRAIN_SEED,
+    stride: int = 1,
 ) -> Iterator[tuple[int, list[Example]]]:
-    """Endless batches (index after the batch, examples) of about `max_tokens` tokens from sample `first` on.
+    """Endless batches (index after the batch, examples) of about `max_tokens` tokens.
 
+    first, stride: number of the first sample, and the step to the next (a rank's share of the samples).
     weights: how often each skill (or PAGE) is drawn, None for the suite's own.
     """
     config, tokenizer = load_model_config(folder), Tokenizer(folder, vision=True)
     index, batch, size = first, [], 0
     while True:
         example = encode_example(_draw(seed, index, weights), config, tokenizer)
-        index += 1
+        index += stride
         # A patch costs about a quarter of a token; a batch is bounded by its cost.
         size += len(example.token_ids) + sum(len(image.patches) for image in example.images) // 4
         batch.append(example)

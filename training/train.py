@@ -18,14 +18,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from deepspan.config.model import load_model_config
 from deepspan.model.attention import Indexer
 from deepspan.model.network import DeepseekV4
 from deepspan.runtime.batch_builder import SequenceInput, build_batch
 from deepspan.skills.labels import CHARACTER_CLASSES, COLOUR_CLASSES, SHAPE_CLASSES
+from deepspan.skills.suite import TRAIN_SEED
 from training.data import PAGE, Batches, Example
 from training.ops import Recorder, training_ops
 from training.optim import Muon, uses_muon
-from training.recipe import TEXT_EXPERTS, model_config, new_network, raw_config
+from training.ranks import Ranks, launch
+from training.recipe import TEXT_EXPERTS, new_network, raw_config
 from training.tokenizer import write_tokenizer
 
 SEEN = {PAGE: 4.0, "scene": 1.0, "reading": 0.5}  # what the tower is warmed up with
@@ -62,12 +65,10 @@ class Schedule:
 class Trainer:
     """Network, optimisers and counters; everything that a resumed run needs is in `state()`."""
 
-    def __init__(self, folder: Path, schedule: Schedule, compiled: bool) -> None:
-        self.folder, self.schedule = folder, schedule
-        folder.mkdir(parents=True, exist_ok=True)
-        vocab_size = write_tokenizer(folder)
-        (folder / "config.json").write_text(json.dumps(raw_config(vocab_size), indent=2) + "\n", encoding="utf-8")
-        self.config = model_config(vocab_size)
+    def __init__(self, folder: Path, schedule: Schedule, compiled: bool, ranks: Ranks | None = None) -> None:
+        """folder: of the run, prepared by `prepare`."""
+        self.folder, self.schedule, self.ranks = folder, schedule, ranks or Ranks()
+        self.config = load_model_config(folder)
         self.recorder = Recorder()
         self.network = new_network(self.config, training_ops(self.recorder, compiled), schedule.seed)
         self.probe = nn.Linear(self.config.hidden_size, sum(CLASSES))
@@ -116,6 +117,7 @@ class Trainer:
         self.muon.zero_grad()
         self.adam.zero_grad()
         loss.backward()
+        self.ranks.average_gradients([*self.network.parameters(), *self.probe.parameters()])
         grown = nn.utils.clip_grad_norm_([p for p in self.network.parameters() if p.grad is not None], 1.0)
         self.meters["grad_norm"].append(float(grown))
         rate = self.schedule.rate(self.step)
@@ -123,7 +125,7 @@ class Trainer:
             for group in optimiser.param_groups:
                 group["lr"] = peak * rate
             optimiser.step()
-        _balance(self.network, self.recorder, self.schedule.balance_rate * rate)
+        _balance(self.network, self.ranks.add_up(self.recorder.loads), self.schedule.balance_rate * rate)
         self.step += 1
 
     def _loss(self, batch: list[Example]) -> Tensor:
@@ -191,11 +193,11 @@ def _features(batch: list[Example], rows: list[Tensor]) -> list[Tensor | None]:
 
 
 @torch.no_grad()
-def _balance(network: DeepseekV4, recorder: Recorder, rate: float) -> None:
+def _balance(network: DeepseekV4, all_loads: list[Tensor], rate: float) -> None:
     """Move the selection biases towards equal load among the experts that rows of a kind started with."""
-    if not recorder.loads:
+    if not all_loads:
         return
-    for layer, loads in zip(network.layers, recorder.loads, strict=True):
+    for layer, loads in zip(network.layers, all_loads, strict=True):
         for rows, bias in zip(loads, (layer.ffn.gate.bias, layer.ffn.gate.bias_vl), strict=True):
             if bias is None or rows.sum() == 0:
                 continue
@@ -210,42 +212,57 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop (and save) after this long")
     parser.add_argument("--eager", action="store_true", help="do not compile the small operations")
+    parser.add_argument("--ranks", type=int, default=1, help="processes that share the work")
     parser.add_argument("--skills", default="", help="instead of the suite's mix: name=weight,name=weight,...")
     for name, value in asdict(Schedule()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
     arguments = vars(parser.parse_args())
     out, minutes, eager = arguments.pop("out"), arguments.pop("minutes"), arguments.pop("eager")
     pairs = [pair.split("=") for pair in arguments.pop("skills").split(",") if pair]
-    trainer = Trainer(out, Schedule(**arguments), compiled=not eager)
+    skills = {name: float(weight) for name, weight in pairs} or None
+    num_ranks = arguments.pop("ranks")
+    prepare(out)
+    launch(num_ranks, work, out, Schedule(**arguments), not eager, minutes, skills)
+
+
+def prepare(folder: Path) -> None:
+    """Write what a run starts from: tokenizer and configuration."""
+    folder.mkdir(parents=True, exist_ok=True)
+    vocab_size = write_tokenizer(folder)
+    (folder / "config.json").write_text(json.dumps(raw_config(vocab_size), indent=2) + "\n", encoding="utf-8")
+
+
+def work(
+    ranks: Ranks, folder: Path, schedule: Schedule, compiled: bool, minutes: float, skills: dict[str, float] | None
+) -> None:
+    """Train to the end of the schedule or of the time; rank 0 logs a line of means every 20 steps, saves every 200."""
+    trainer, started = Trainer(folder, schedule, compiled, ranks), time.monotonic()
     trainer.resume()
-    run(trainer, minutes, {name: float(weight) for name, weight in pairs} or None)
-
-
-def run(trainer: Trainer, minutes: float, skills: dict[str, float] | None) -> None:
-    """Train to the end of the schedule or of the time; log a line of means every 20 steps, save every 200."""
-    schedule, started = trainer.schedule, time.monotonic()
     batches, seeing = None, True
-    while trainer.step < schedule.total and time.monotonic() - started < minutes * 60:
+    while trainer.step < schedule.total and ranks.agree(time.monotonic() - started < minutes * 60):
         if batches is None or seeing != (trainer.step < schedule.see_steps):
             seeing = trainer.step < schedule.see_steps
             if batches is not None:
                 batches.close()
             chosen = SEEN if seeing else skills
-            batches = Batches(trainer.folder, trainer.next_sample, chosen, schedule.batch_tokens)
-        trainer.next_sample, batch = batches.next()
+            first = trainer.next_sample + ranks.rank
+            batches = Batches(folder, first, chosen, schedule.batch_tokens, TRAIN_SEED, ranks.size)
+        after, batch = batches.next()
+        trainer.next_sample = after - ranks.rank
         before = time.monotonic()
         trainer.train_step(batch)
         trainer.meters["seconds"].append(time.monotonic() - before)
-        if trainer.step % 20 == 0:
+        if ranks.rank == 0 and trainer.step % 20 == 0:
             line = {name: round(sum(v) / len(v), 4) for name, v in trainer.meters.items()}
             line = {"step": trainer.step, "samples": trainer.next_sample, **line}
             print(json.dumps(line), flush=True)
-            with (trainer.folder / "log.jsonl").open("a", encoding="utf-8") as log:
+            with (folder / "log.jsonl").open("a", encoding="utf-8") as log:
                 log.write(json.dumps(line) + "\n")
             trainer.meters.clear()
-        if trainer.step % 200 == 0:
+        if ranks.rank == 0 and trainer.step % 200 == 0:
             trainer.save()
-    trainer.save()
+    if ranks.rank == 0:
+        trainer.save()
     if batches is not None:
         batches.close()
 

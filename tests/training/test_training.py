@@ -15,7 +15,8 @@ from training.data import encode_example, examples
 from training.export import export
 from training.ops import Recorder, training_ops
 from training.optim import orthogonalise
-from training.train import Schedule, Trainer
+from training.ranks import Ranks, launch
+from training.train import Schedule, Trainer, prepare
 
 SMALL = {"head_dim": 32, "qk_rope_head_dim": 8, "index_head_dim": 16, "index_topk": 4, "sliding_window": 16}
 
@@ -28,6 +29,7 @@ def small_recipe(monkeypatch):
 
 @pytest.fixture
 def trainer(small_recipe, tmp_path):
+    prepare(tmp_path)
     return Trainer(tmp_path, Schedule(see_steps=0, learn_steps=2, choose_steps=2, bf16=False), compiled=False)
 
 
@@ -100,3 +102,24 @@ def test_export_of_a_run_is_a_checkpoint_that_loads(trainer, tmp_path):
     kept = dict(trainer.network.named_parameters())
     for name, value in loaded.network.named_parameters():
         assert torch.allclose(value, kept[name].detach(), rtol=1e-2, atol=1e-6), name
+
+
+def _average_of_two(ranks: Ranks, folder):
+    used, shared, unused = (torch.nn.Parameter(torch.zeros(2)) for _ in range(3))
+    shared.grad = torch.full((2,), float(ranks.rank))
+    if ranks.rank == 0:
+        used.grad = torch.ones(2)
+    ranks.average_gradients([used, shared, unused])
+    loads = ranks.add_up([torch.tensor([ranks.rank + 1])])
+    assert ranks.agree(ranks.rank == 0)
+    torch.save((used.grad, shared.grad, unused.grad, loads), folder / f"{ranks.rank}.pt")
+
+
+def test_ranks_average_gradients_and_leave_unused_parameters_alone(tmp_path):
+    launch(2, _average_of_two, tmp_path)
+    for rank in range(2):
+        used, shared, unused, loads = torch.load(tmp_path / f"{rank}.pt")
+        assert used.tolist() == [0.5, 0.5]
+        assert shared.tolist() == [0.5, 0.5]
+        assert unused is None
+        assert loads[0].tolist() == [3]
