@@ -10,12 +10,14 @@ import json
 import os
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from deepspan.config.model import load_model_config
@@ -108,6 +110,15 @@ class Trainer:
             self.muon.load_state_dict(state["muon"])
             self.adam.load_state_dict(state["adam"])
             self.step, self.next_sample = state["step"], state["next_sample"]
+
+    def start_from(self, file: Path) -> None:
+        """Begin with the weights of an earlier run, as written by `save_start`; optimisers start afresh."""
+        tensors = {
+            name: value.float() if value.is_floating_point() else value for name, value in load_file(file).items()
+        }
+        probe = {name.removeprefix("probe."): tensors.pop(name) for name in list(tensors) if name.startswith("probe.")}
+        self.probe.load_state_dict(probe)
+        self.network.load_state_dict(tensors)
 
     def train_step(self, batch: list[Example]) -> None:
         """One update."""
@@ -212,6 +223,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop (and save) after this long")
     parser.add_argument("--eager", action="store_true", help="do not compile the small operations")
+    parser.add_argument("--start", type=Path, help="weights to begin a new run with, instead of random ones")
     parser.add_argument("--ranks", type=int, default=1, help="processes that share the work")
     parser.add_argument("--skills", default="", help="instead of the suite's mix: name=weight,name=weight,...")
     for name, value in asdict(Schedule()).items():
@@ -220,9 +232,9 @@ def main() -> None:
     out, minutes, eager = arguments.pop("out"), arguments.pop("minutes"), arguments.pop("eager")
     pairs = [pair.split("=") for pair in arguments.pop("skills").split(",") if pair]
     skills = {name: float(weight) for name, weight in pairs} or None
-    num_ranks = arguments.pop("ranks")
+    num_ranks, start = arguments.pop("ranks"), arguments.pop("start")
     prepare(out)
-    launch(num_ranks, work, out, Schedule(**arguments), not eager, minutes, skills)
+    launch(num_ranks, work, out, Schedule(**arguments), not eager, minutes, skills, start)
 
 
 def prepare(folder: Path) -> None:
@@ -232,11 +244,32 @@ def prepare(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(raw_config(vocab_size), indent=2) + "\n", encoding="utf-8")
 
 
+def save_start(states: Mapping[str, Mapping[str, Any]], file: Path) -> None:
+    """Join saved states into weights that a new run can begin with, in bf16.
+
+    states: for "vision" (tower, aligner and probe) and "text" (all the rest), the state of the run that knows it best.
+    """
+    of_images = ("vision.", "aligner.")
+    tensors = {f"probe.{name}": value for name, value in states["vision"]["probe"].items()}
+    for side, state in states.items():
+        named = state["network"].items()
+        tensors |= {name: value for name, value in named if name.startswith(of_images) == (side == "vision")}
+    save_file({n: v.bfloat16() if v.is_floating_point() else v for n, v in tensors.items()}, file)
+
+
 def work(
-    ranks: Ranks, folder: Path, schedule: Schedule, compiled: bool, minutes: float, skills: dict[str, float] | None
+    ranks: Ranks,
+    folder: Path,
+    schedule: Schedule,
+    compiled: bool,
+    minutes: float,
+    skills: dict[str, float] | None,
+    start: Path | None,
 ) -> None:
     """Train to the end of the schedule or of the time; rank 0 logs a line of means every 20 steps, saves every 200."""
     trainer, started = Trainer(folder, schedule, compiled, ranks), time.monotonic()
+    if start is not None and not (folder / "state.pt").exists():
+        trainer.start_from(start)
     trainer.resume()
     batches, seeing = None, True
     while trainer.step < schedule.total and ranks.agree(time.monotonic() - started < minutes * 60):

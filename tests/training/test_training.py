@@ -16,7 +16,7 @@ from training.export import export
 from training.ops import Recorder, training_ops
 from training.optim import orthogonalise
 from training.ranks import Ranks, launch
-from training.train import Schedule, Trainer, prepare
+from training.train import Schedule, Trainer, prepare, save_start
 
 SMALL = {"head_dim": 32, "qk_rope_head_dim": 8, "index_head_dim": 16, "index_topk": 4, "sliding_window": 16}
 
@@ -123,3 +123,13 @@ def test_ranks_average_gradients_and_leave_unused_parameters_alone(tmp_path):
         assert shared.tolist() == [0.5, 0.5]
         assert unused is None
         assert loads[0].tolist() == [3]
+
+
+def test_start_joined_from_two_runs_takes_each_side_from_its_run(trainer, tmp_path):
+    seen, read = trainer.state(), Trainer(tmp_path, Schedule(seed=7), compiled=False).state()
+    save_start({"vision": seen, "text": read}, tmp_path / "start.safetensors")
+    begun = Trainer(tmp_path, Schedule(seed=9), compiled=False)
+    begun.start_from(tmp_path / "start.safetensors")
+    for name, value in begun.network.state_dict().items():
+        source = seen if name.startswith(("vision.", "aligner.")) else read
+        assert torch.allclose(value.float(), source["network"][name].float(), rtol=1e-2), name
