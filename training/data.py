@@ -6,7 +6,7 @@ their end. Batches are lists of `Example`, cut by a budget of tokens.
 
 import multiprocessing
 import queue
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from deepspan.image.prepare import prepare_image
 from deepspan.image.resize import plan_resize
 from deepspan.skills.labels import cell_labels
 from deepspan.skills.pictures import Scene, draw
-from deepspan.skills.records import Sample
+from deepspan.skills.records import Sample, messages_of
 from deepspan.skills.suite import TRAIN_SEED, sample
 from deepspan.text.chat import encode_chat
 from deepspan.text.switches import ChatOptions
@@ -46,16 +46,6 @@ class Example:
     skills: tuple[str, ...]
     images: tuple[PreparedImage, ...]
     labels: tuple[np.ndarray, ...]
-
-
-def messages_of(item: Sample, images: Sequence[Any]) -> list[dict[str, Any]]:
-    """Chat messages of a sample: the pictures stand before the first question."""
-    messages: list[dict[str, Any]] = []
-    for index, turn in enumerate(item.turns):
-        parts: list[dict[str, Any]] = [{"type": "image", "image": image} for image in images] if index == 0 else []
-        messages.append({"role": "user", "content": [*parts, {"type": "text", "text": turn.question}]})
-        messages.append({"role": "assistant", "content": turn.answer})
-    return messages
 
 
 def encode_example(item: Sample, config: ModelConfig, tokenizer: Tokenizer) -> Example:

@@ -24,6 +24,7 @@ from deepspan.config.model import load_model_config
 from deepspan.model.attention import Indexer
 from deepspan.model.network import DeepseekV4
 from deepspan.runtime.batch_builder import SequenceInput, build_batch
+from deepspan.runtime.runner import emission_order
 from deepspan.skills.labels import CHARACTER_CLASSES, COLOUR_CLASSES, SHAPE_CLASSES
 from deepspan.skills.suite import TRAIN_SEED
 from training.data import PAGE, Batches, Example
@@ -196,11 +197,8 @@ class Trainer:
 def _features(batch: list[Example], rows: list[Tensor]) -> list[Tensor | None]:
     """Rows of each example's images in emission order."""
     waiting = iter(rows)
-    result: list[Tensor | None] = []
-    for example in batch:
-        parts = [next(waiting)[torch.from_numpy(image.block.encoder_rows).long()] for image in example.images]
-        result.append(torch.cat(parts) if parts else None)
-    return result
+    own = [[next(waiting) for _ in example.images] for example in batch]
+    return [emission_order(torch.cat(r), e.images) if r else None for e, r in zip(batch, own, strict=True)]
 
 
 @torch.no_grad()

@@ -6,11 +6,12 @@ Every question of a picture is asked alone, so that no earlier answer helps. Gre
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from deepspan.core.request import SamplingParams
 from deepspan.llm import LLM
 from deepspan.skills.pictures import draw
-from deepspan.skills.records import Sample
+from deepspan.skills.records import Sample, messages_of
 from deepspan.skills.suite import EVAL_SEED, PICTURE_SKILLS, sample
 
 EVALUATED = (
@@ -66,13 +67,11 @@ def evaluate(
 def _exercises(skill: str, count: int) -> list[_Exercise]:
     """The first `count` questions of the held-out seed that stand on their own."""
     found: list[_Exercise] = []
-    index = 0
-    while len(found) < count:
+    for index in range(count):
         item = sample(EVAL_SEED, index, skill)
-        index += 1
-        alone = range(len(item.turns)) if skill in PICTURE_SKILLS else range(1)
+        num_alone = len(item.turns) if skill in PICTURE_SKILLS else 1
         # One question of each picture in turn: many pictures say more than many questions about one.
-        found.append(_Exercise(skill=skill, sample=item.only(index % len(alone))))
+        found.append(_Exercise(skill=skill, sample=item.only((index + 1) % num_alone)))
     return found
 
 
@@ -89,9 +88,9 @@ def _batches(exercises: Sequence[_Exercise]) -> list[list[_Exercise]]:
     return batches
 
 
-def _messages(item: Sample) -> list[dict[str, object]]:
-    pictures = [{"type": "image", "image": draw(scene)} for scene in item.images]
-    return [{"role": "user", "content": [*pictures, {"type": "text", "text": item.turns[0].question}]}]
+def _messages(item: Sample) -> list[dict[str, Any]]:
+    """The question alone, without its answer."""
+    return messages_of(item, [draw(scene) for scene in item.images])[:1]
 
 
 def _score(skill: str, exercises: Sequence[_Exercise], given: Sequence[str]) -> Score:

@@ -1,7 +1,8 @@
 """Python API: load a model, generate and chat. The one place that joins the engine to the runtime.
 
     llm = LLM("path/to/checkpoint")
-    llm.chat([{"role": "user", "content": [{"type": "image", "image": Path("cat.png")}, "What is this?"]}]).text
+    parts = [{"type": "image", "image": Path("cat.png")}, {"type": "text", "text": "What is this?"}]
+    llm.chat([{"role": "user", "content": parts}]).text
 
 Not thread-safe: one call at a time.
 """

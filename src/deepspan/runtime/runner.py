@@ -29,12 +29,7 @@ class Runner:
             return None
         patches = torch.from_numpy(np.concatenate([image.patches for image in images])).to(self._device)
         rows = self._network.encode_images(patches, [(image.grid_rows, image.grid_cols) for image in images])
-        counts = [len(image.block.encoder_rows) for image in images]
-        parts = [
-            part[torch.from_numpy(image.block.encoder_rows.astype(np.int64)).to(self._device)]
-            for part, image in zip(rows.split(counts), images, strict=True)
-        ]
-        return torch.cat(parts)
+        return emission_order(rows, images)
 
     @torch.inference_mode()
     def next_logits(
@@ -46,6 +41,16 @@ class Runner:
             for request, tokens, rows in zip(requests, generated, features, strict=True)
         ]
         return self._network(build_batch(sequences, self._config, self._device)).logits
+
+
+def emission_order(rows: Tensor, images: Sequence[PreparedImage]) -> Tensor:
+    """Encoder rows of images, raster order inside each -> the order in which their IMAGE tokens take them: [F, D]."""
+    counts = [len(image.block.encoder_rows) for image in images]
+    parts = [
+        part[torch.from_numpy(image.block.encoder_rows.astype(np.int64)).to(rows.device)]
+        for part, image in zip(rows.split(counts), images, strict=True)
+    ]
+    return torch.cat(parts)
 
 
 def _sequence(request: Request, generated: Sequence[int], features: Tensor | None) -> SequenceInput:

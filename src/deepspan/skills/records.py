@@ -1,7 +1,8 @@
-"""What an exercise is: pictures, then questions with their exact answers."""
+"""What an exercise is: pictures, then questions with their exact answers; and how it is said as a chat."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -30,6 +31,16 @@ class Sample:
         In text exercises whose first question holds the material, only index 0 stands on its own.
         """
         return replace(self, turns=(self.turns[index],))
+
+
+def messages_of(item: Sample, images: Sequence[Any]) -> list[dict[str, Any]]:
+    """Chat messages of a sample: the pictures stand before the first question."""
+    messages: list[dict[str, Any]] = []
+    for index, turn in enumerate(item.turns):
+        parts: list[dict[str, Any]] = [{"type": "image", "image": image} for image in images] if index == 0 else []
+        messages.append({"role": "user", "content": [*parts, {"type": "text", "text": turn.question}]})
+        messages.append({"role": "assistant", "content": turn.answer})
+    return messages
 
 
 Skill = Callable[[np.random.Generator], Sample]

@@ -8,7 +8,7 @@ Called by `llm` (through runtime) and by tests.
 import logging
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -104,13 +104,10 @@ def _place_all(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Place]:
 def _stored_at(key: str, config: ModelConfig) -> dict[str, Place]:
     """Original name -> place, for what lies under one transformers name."""
     try:
-        originals = {name: locate(name) for name in originals_at(key, config.n_routed_experts)}
+        originals = originals_at(key, config.n_routed_experts)
     except KeyError:
         raise WeightsError(f"unexpected tensor {key}: not a transformers name of DeepSeek-V4") from None
-    return {
-        name: Place(key=key, expert=place.expert, part=place.part, num_parts=place.num_parts)
-        for name, place in originals.items()
-    }
+    return {name: replace(locate(name), key=key) for name in originals}
 
 
 def _strip_vision_prefix(key: str) -> str:
