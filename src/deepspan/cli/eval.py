@@ -4,20 +4,18 @@ import json
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from deepspan.cli.generate import load, notes
+from deepspan.cli.generate import load
+from deepspan.cli.progress import counting, notes
 from deepspan.evaluate import Score, evaluate
 
 
 def run(*, model: Path | None, questions: int, as_json: bool, failures: bool, device: str, dtype: str) -> None:
     """Print the table (or JSON) to stdout, progress to stderr."""
     llm = load(model, device=device, dtype=dtype)
-    columns = (TextColumn("asking"), BarColumn(), MofNCompleteColumn(), TextColumn("questions"), TimeElapsedColumn())
-    with Progress(*columns, console=notes, transient=True) as bar:
-        task = bar.add_task("asking", total=None)
-        scores = evaluate(llm, questions, progress=lambda done, total: bar.update(task, completed=done, total=total))
+    with counting("asking", "questions") as progress:
+        scores = evaluate(llm, questions, progress=progress)
     if as_json:
         print(json.dumps({s.skill: {"right": s.num_right, "asked": s.num_asked} for s in scores}, indent=2))
     else:

@@ -7,17 +7,13 @@ stderr, so that the command can be piped.
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
 from deepspan.bundled import bundled_model
+from deepspan.cli.progress import counting, notes
 from deepspan.core.request import SamplingParams
 from deepspan.errors import InputError
 from deepspan.image.decode import ImageMode
 from deepspan.llm import LLM
 from deepspan.text.switches import ChatOptions, Effort
-
-notes = Console(stderr=True, highlight=False)
 
 
 def run(
@@ -54,16 +50,8 @@ def run(
 def load(model: Path | None, *, device: str, dtype: str, image_mode: ImageMode = "serving") -> LLM:
     """Load a model (the bundled one if None) with a progress bar on stderr, which vanishes when it is done."""
     model = model or bundled_model()
-    columns = (TextColumn("loading"), BarColumn(), MofNCompleteColumn(), TextColumn("tensors"), TimeElapsedColumn())
-    with Progress(*columns, console=notes, transient=True) as bar:
-        task = bar.add_task("loading", total=None)
-        return LLM(
-            model,
-            device=device,
-            dtype=dtype,
-            image_mode=image_mode,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
-        )
+    with counting("loading", "tensors") as progress:
+        return LLM(model, device=device, dtype=dtype, image_mode=image_mode, progress=progress)
 
 
 def _stream(llm: LLM, messages: list[dict[str, Any]], params: SamplingParams, options: ChatOptions) -> None:

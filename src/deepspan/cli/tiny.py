@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from rich.console import Console
-
+from deepspan.cli.progress import notes
 from deepspan.errors import ConfigError
 from deepspan.weights.tiny import write_tiny
 
@@ -22,4 +21,4 @@ def run(*, out: Path, layers: int, ratios: str, vision: bool, draft_stages: int,
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error.strerror}") from None
     size = sum(file.stat().st_size for file in out.iterdir())
-    Console(stderr=True, highlight=False).print(f"wrote {out}: ratios {schedule}, {size / 1e6:.1f} MB", markup=False)
+    notes.print(f"wrote {out}: ratios {schedule}, {size / 1e6:.1f} MB", markup=False)
