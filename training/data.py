@@ -25,9 +25,7 @@ from deepspan.skills.suite import TRAIN_SEED, sample
 from deepspan.text.chat import encode_chat
 from deepspan.text.switches import ChatOptions
 from deepspan.text.tokenizer import Tokenizer
-from training.pages import page
-
-PAGE = "page"  # beside the skills: what the tower is warmed up with
+from training.exercises import EXERCISES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +33,7 @@ class Example:
     """One conversation, encoded. targets: int64 [T], the next token where it counts for the loss, -1 elsewhere.
 
     turns: int64 [T], number of the answer a target belongs to. skills: of each answer.
-    labels: per image int64 [3, cells]: shape, colour and character class of each cell in raster order.
+    labels: per image int64 [5, cells]: shape, colour and three character classes of each cell in raster order.
     """
 
     token_ids: np.ndarray
@@ -95,7 +93,7 @@ def _labels(scene: Scene, vision: VisionConfig) -> np.ndarray:
         content_height=plan.content_height,
         cell=vision.patch_size * vision.downsample_ratio,
     )
-    return np.stack((labels.shape.ravel(), labels.colour.ravel(), labels.character.ravel()))
+    return np.stack((labels.shape.ravel(), labels.colour.ravel(), *labels.character.reshape(3, -1)))
 
 
 def examples(
@@ -109,7 +107,7 @@ def examples(
     """Endless batches (index after the batch, examples) of about `max_tokens` tokens.
 
     first, stride: number of the first sample, and the step to the next (a rank's share of the samples).
-    weights: how often each skill (or PAGE) is drawn, None for the suite's own.
+    weights: how often each skill (or name of `EXERCISES`) is drawn, None for the suite's own.
     """
     config, tokenizer = load_model_config(folder), Tokenizer(folder, vision=True)
     index, batch, size = first, [], 0
@@ -131,7 +129,7 @@ def _draw(seed: int, index: int, weights: dict[str, float] | None) -> Sample:
     shares = np.asarray([weights[name] for name in names])
     rng = np.random.default_rng((seed, index))
     skill = str(rng.choice(names, p=shares / shares.sum()))
-    return page(rng) if skill == PAGE else sample(seed, index, skill)
+    return EXERCISES[skill](rng) if skill in EXERCISES else sample(seed, index, skill)
 
 
 def _produce(out: Any, arguments: tuple[Any, ...]) -> None:

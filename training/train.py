@@ -27,15 +27,15 @@ from deepspan.runtime.batch_builder import SequenceInput, build_batch
 from deepspan.runtime.runner import emission_order
 from deepspan.skills.labels import CHARACTER_CLASSES, COLOUR_CLASSES, SHAPE_CLASSES
 from deepspan.skills.suite import TRAIN_SEED
-from training.data import PAGE, Batches, Example
+from training.data import Batches, Example
 from training.ops import Recorder, training_ops
 from training.optim import Muon, uses_muon
 from training.ranks import Ranks, launch
 from training.recipe import TEXT_EXPERTS, new_network, raw_config
 from training.tokenizer import write_tokenizer
 
-SEEN = {PAGE: 4.0, "scene": 1.0, "reading": 0.5}  # what the tower is warmed up with
-CLASSES = (len(SHAPE_CLASSES), len(COLOUR_CLASSES), len(CHARACTER_CLASSES))
+SEEN = {"page": 4.0, "scene": 1.0, "reading": 0.5}  # what the tower is warmed up with
+CLASSES = (len(SHAPE_CLASSES), len(COLOUR_CLASSES), *3 * (len(CHARACTER_CLASSES),))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +176,7 @@ class Trainer:
         labels = torch.cat([torch.from_numpy(label) for e in batch for label in e.labels], dim=1)
         loss = torch.zeros(())
         for name, logits, wanted in zip(
-            ("shape", "colour", "character"), self.probe(rows).split(CLASSES, 1), labels, strict=True
+            ("shape", "colour", "left", "character", "right"), self.probe(rows).split(CLASSES, 1), labels, strict=True
         ):
             weights = torch.where(wanted > 0, 1.0, 0.1)  # most cells are empty
             losses = F.cross_entropy(logits.float(), wanted, reduction="none") * weights

@@ -137,10 +137,12 @@ def test_cell_labels_text_labels_each_character():
     width, height = text.box[2], text.box[3]
     labels = _labels(_scene(text, width=width, height=height), 2 * width, 2 * height)
     edge = 2 * print_text("K7", "pixel", 70).edges[1]
-    centres = (np.arange(labels.character.shape[1]) + 0.5) * 42
-    inside = centres < 2 * width
-    letters = [CHARACTER_CLASSES.index("K" if centre < edge else "7") for centre in centres[inside]]
-    assert (labels.character[0, inside] == letters).all()
+    places = (np.arange(labels.character.shape[2]) + np.array([[1 / 6], [1 / 2], [5 / 6]])) * 42
+    for column in range(3):
+        inside = places[column] < 2 * width
+        letters = [CHARACTER_CLASSES.index("K" if place < edge else "7") for place in places[column, inside]]
+        assert (labels.character[column, 0, inside] == letters).all()
+    inside = places[1] < 2 * width
     assert (labels.shape[0, inside] == SHAPE_CLASSES.index("text")).all()
 
 

@@ -18,7 +18,11 @@ CHARACTER_CLASSES = ("none", *CHARACTERS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellLabels:
-    """Class numbers, int64 [rows, columns] each: indices of the three tuples above, 0 where there is no object."""
+    """Class numbers, int64: indices of the three tuples above, 0 where there is no object.
+
+    shape, colour: [rows, columns]. character: [3, rows, columns], at a sixth, a half and five sixths of a cell's width,
+    because a cell can show parts of three narrow characters.
+    """
 
     shape: np.ndarray
     colour: np.ndarray
@@ -36,7 +40,7 @@ def cell_labels(
     content_height: int,
     cell: int = 42,
 ) -> CellLabels:
-    """Label each cell with the object whose box covers the cell's centre; of a text, the character there.
+    """Label each cell with the object whose box covers the cell's centre; of a text, the characters on its middle line.
 
     canvas_*: size of what the encoder sees. content_*: where the scene, resized, lies on the canvas. cell: side of a
     cell. All in pixels of the canvas. There are ceil(height / cell) x ceil(width / cell) cells.
@@ -45,7 +49,9 @@ def cell_labels(
     # Centres of the cells, in pixels of the scene.
     x = ((np.arange(columns) + 0.5) * cell - content_left) * (scene.width / content_width)
     y = ((np.arange(rows) + 0.5) * cell - content_top) * (scene.height / content_height)
-    shape, colour, character = (np.zeros((rows, columns), dtype=np.int64) for _ in range(3))
+    shape, colour = (np.zeros((rows, columns), dtype=np.int64) for _ in range(2))
+    character = np.zeros((3, rows, columns), dtype=np.int64)
+    third = cell / 3 * (scene.width / content_width)
     for thing in scene.objects:
         under = _covered(thing.box, x, y)
         kind = "text" if isinstance(thing, Text) else thing.kind
@@ -53,7 +59,8 @@ def cell_labels(
         colour[under] = COLOUR_CLASSES.index(thing.colour)
         if isinstance(thing, Text):
             for letter, box in zip(thing.text, thing.character_boxes(), strict=True):
-                character[_covered(box, x, y)] = CHARACTER_CLASSES.index(letter)
+                for column, shift in enumerate((-third, 0, third)):
+                    character[column, _covered(box, x + shift, y)] = CHARACTER_CLASSES.index(letter)
     return CellLabels(shape=shape, colour=colour, character=character)
 
 

@@ -31,11 +31,11 @@ Look = tuple[str, str]  # kind and colour of a shape, or text and its colour
 MAX_LENGTH = 6
 
 
-def reading(rng: np.random.Generator, *, max_length: int = MAX_LENGTH) -> Sample:
-    """Read one to three printed strings of 1 to `max_length` characters, sometimes next to a shape."""
+def reading(rng: np.random.Generator, *, counts: Sequence[int] = (1, 1, 1, 2, 2, 3)) -> Sample:
+    """Read printed strings of 1 to `MAX_LENGTH` characters, sometimes next to a shape. counts: to draw from."""
     paper = background(rng)
-    count = pick(rng, (1, 1, 1, 2, 2, 3))
-    texts = _texts(rng, paper, count, max_length)
+    count = pick(rng, counts)
+    texts = _texts(rng, paper, count, MAX_LENGTH)
     shapes = _shapes(rng, paper, int(chance(rng, 0.25)))
     scene = compose(rng, paper, shapes, texts)
     return Sample(images=(scene,), turns=questions.choose(rng, questions.reading(rng, scene), count))

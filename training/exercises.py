@@ -1,0 +1,73 @@
+"""Pictures for training alone, that teach more at once than those of the skills.
+
+A scene of the skills shows a few objects in a hundred cells and holds one string to read; a page shows dozens, and
+strings are up to six.
+"""
+
+from collections.abc import Iterator
+from types import MappingProxyType
+
+import numpy as np
+
+from deepspan.skills import questions
+from deepspan.skills.fonts import CHARACTERS, FONTS, print_text
+from deepspan.skills.pictures import SHAPES, Scene, Shape, Text, allowed_colours
+from deepspan.skills.placing import background, between, chance, ink, pick, pick_some, shape
+from deepspan.skills.records import Sample, Skill, Turn
+from deepspan.skills.tasks import reading
+
+LOW, HIGH = 36, 110  # heights of lines, in pixels of the page, which is about as large as what the model sees
+SHAPE_SHARE = 0.25
+
+
+def page(rng: np.random.Generator) -> Sample:
+    """Lines of strings and shapes, asked for the strings that are alone in their colour.
+
+    Where there is none, the question is one that nobody asks: a page is there for its cells.
+    """
+    width, height = int(rng.integers(380, 460)), int(rng.integers(380, 460))
+    paper = background(rng)
+    inks = _inks(rng, allowed_colours(paper.paper, for_text=True))
+    objects: list[Shape | Text] = []
+    top = int(rng.integers(2, 20))
+    while top + LOW < height:
+        line = int(between(rng, LOW, min(HIGH, height - top)))
+        left = int(rng.integers(2, 30))
+        while left + LOW < width:
+            thing = _thing(rng, inks, left, top, line)
+            if thing.box[2] > width or thing.box[3] > height:
+                break
+            objects.append(thing)
+            left = thing.box[2] + int(rng.integers(8, 40))
+        top += line + int(rng.integers(8, 24))
+    scene = Scene(width=width, height=height, background=paper, objects=tuple(objects), seed=int(rng.integers(2**31)))
+    turns = questions.choose(rng, questions.reading(rng, scene), 6)
+    return Sample(images=(scene,), turns=turns or (Turn(question="?", answer="!", skill="page"),))
+
+
+def strings(rng: np.random.Generator) -> Sample:
+    """`reading` with two to six strings."""
+    return reading(rng, counts=(2, 3, 4, 5, 6))
+
+
+EXERCISES: MappingProxyType[str, Skill] = MappingProxyType({"page": page, "strings": strings})
+
+
+def _inks(rng: np.random.Generator, names: tuple[str, ...]) -> Iterator[str]:
+    """Each colour once, then the first one for ever, so that the others stay alone."""
+    first, *others = pick_some(rng, names, len(names))
+    yield from (first, *others)
+    while True:
+        yield first
+
+
+def _thing(rng: np.random.Generator, inks: Iterator[str], left: int, top: int, line: int) -> Shape | Text:
+    colour = next(inks)
+    if chance(rng, SHAPE_SHARE):
+        side = int(between(rng, max(LOW, 0.6 * line), line))
+        return shape(rng, pick(rng, tuple(SHAPES)), colour, (left, top, left + side, top + side))
+    font, text = pick(rng, tuple(FONTS)), "".join(pick(rng, CHARACTERS) for _ in range(int(rng.integers(1, 5))))
+    letters = max(LOW, int(0.85 * line))
+    mask = print_text(text, font, letters).mask
+    box = (left, top, left + mask.width, top + mask.height)
+    return Text(text=text, colour=colour, ink=ink(rng, colour), font=font, height=letters, box=box)
