@@ -53,7 +53,8 @@ class Request:
     """One prompt, expanded, with its images.
 
     token_ids: int64 [T]; image tokens carry sentinel ids. kinds: int8 [T]. spans and images: one each per image, in
-    order. Raises InputError if spans, kinds and images do not describe the same prompt.
+    order. cache_salt: requests with different salts never share cached prefixes.
+    Raises InputError if spans, kinds and images do not describe the same prompt.
     """
 
     token_ids: np.ndarray
@@ -61,6 +62,7 @@ class Request:
     spans: tuple[ImageSpan, ...]
     images: tuple[PreparedImage, ...]
     params: SamplingParams
+    cache_salt: bytes = b""
 
     def __post_init__(self) -> None:
         if len(self.token_ids) == 0:

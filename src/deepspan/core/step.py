@@ -1,0 +1,63 @@
+"""What one step computes, and what came of it: plain integers from the scheduler to the runtime and back.
+
+A plan says everything: the runtime keeps no queue and decides nothing. Made by `sched`, read by `runtime`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewBlocks:
+    """Blocks that have joined a table. first: index in the table of the first of them."""
+
+    first: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Tokens [start, end) of one request. row: its place in the persistent buffers of the runtime.
+
+    is_new: the row belongs to another request from now on; `blocks` are its whole tables. Otherwise `blocks` joins the
+    tables. samples: the chunk ends at the last known token, so the next one is to be chosen.
+    """
+
+    request_id: int
+    row: int
+    start: int
+    end: int
+    samples: bool
+    is_new: bool
+    blocks: Mapping[str, NewBlocks]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderJob:
+    """Encode image number `image` of a request and keep the rows under its digest."""
+
+    request_id: int
+    image: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """One step. encoder_jobs come before the chunks. dropped: digests whose rows are needed no longer."""
+
+    chunks: tuple[Chunk, ...]
+    encoder_jobs: tuple[EncoderJob, ...] = ()
+    dropped: tuple[str, ...] = ()
+    preempted: tuple[int, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.end - chunk.start for chunk in self.chunks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """tokens: chosen by each chunk that samples. failed: requests that this step could not serve, with the reason."""
+
+    tokens: Mapping[int, int]
+    failed: Mapping[int, str] = field(default_factory=dict)
