@@ -12,9 +12,10 @@ import numpy as np
 from deepspan.skills import questions
 from deepspan.skills.fonts import CHARACTERS, FONTS, print_text
 from deepspan.skills.pictures import SHAPES, Scene, Shape, Text, allowed_colours
-from deepspan.skills.placing import background, between, chance, ink, pick, pick_some, shape
+from deepspan.skills.placing import background, between, chance, ink, part_of, pick, pick_some, shape
 from deepspan.skills.records import Sample, Skill, Turn
-from deepspan.skills.tasks import reading
+from deepspan.skills.tasks import compose, reading
+from deepspan.skills.text_tasks import WORDS, value
 
 LOW, HIGH = 36, 110  # heights of lines, in pixels of the page, which is about as large as what the model sees
 SHAPE_SHARE = 0.25
@@ -50,7 +51,39 @@ def strings(rng: np.random.Generator) -> Sample:
     return reading(rng, counts=(2, 3, 4, 5, 6))
 
 
-EXERCISES: MappingProxyType[str, Skill] = MappingProxyType({"page": page, "strings": strings})
+def listing(rng: np.random.Generator) -> Sample:
+    """All shapes of a picture from left to right, with colours and kinds, and with their places.
+
+    Each word of such an answer asks for the next: a network learns from it to look for what it has just said, before it
+    has to carry a word of the question to where the answer is made.
+    """
+    paper = background(rng)
+    colours = allowed_colours(paper.paper, for_text=False)
+    count = int(rng.integers(2, 1 + min(len(SHAPES), len(colours))))
+    looks = list(zip(pick_some(rng, SHAPES, count), pick_some(rng, colours, count), strict=True))
+    scene = compose(rng, paper, looks, [])
+    shapes = sorted(scene.shapes, key=lambda one: one.box[0] + one.box[2])
+    placed = [(one, part_of(scene, one.box)) for one in shapes]
+    answers = {"List the places.": ", ".join(f"{one.kind} {part}" for one, part in placed if part is not None)}
+    if chance(rng, 0.5):
+        answers["List the colours."] = ", ".join(f"{one.colour} {one.kind}" for one in shapes)
+    else:
+        answers["List the shapes."] = ", ".join(f"{one.kind} {one.colour}" for one in shapes)
+    turns = [Turn(question=name, answer=text, skill="listing") for name, text in answers.items() if text]
+    return Sample(images=(scene,), turns=tuple(turns[int(i)] for i in rng.permutation(len(turns))))
+
+
+def shuffled(rng: np.random.Generator) -> Sample:
+    """The pairs of `lookup`, said again in another order: the same for text as `listing` for pictures."""
+    count = int(rng.integers(3, 9))
+    pairs = [f"{key}: {value(rng)}" for key in pick_some(rng, WORDS, count)]
+    answer = ", ".join(pick_some(rng, pairs, count))
+    return Sample(images=(), turns=(Turn(question=", ".join(pairs) + ". List them.", answer=answer, skill="shuffled"),))
+
+
+EXERCISES: MappingProxyType[str, Skill] = MappingProxyType(
+    {"page": page, "strings": strings, "listing": listing, "shuffled": shuffled}
+)
 
 
 def _inks(rng: np.random.Generator, names: tuple[str, ...]) -> Iterator[str]:

@@ -54,6 +54,7 @@ class Schedule:
     balance_rate: float = 1e-3
     seed: int = 1
     bf16: bool = True
+    freeze_tower: bool = False  # after the first phase: a third faster, while the network learns to ask
 
     @property
     def total(self) -> int:
@@ -143,7 +144,8 @@ class Trainer:
     def _loss(self, batch: list[Example]) -> Tensor:
         seeing = self.step < self.schedule.see_steps
         # The tower alone in bf16: its few large products gain, while the network's many shapes would each be compiled.
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.schedule.bf16):
+        trains = seeing or not self.schedule.freeze_tower
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.schedule.bf16), torch.set_grad_enabled(trains):
             rows, cell_loss = self._see(batch)
         if seeing:
             return cell_loss
@@ -225,7 +227,8 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1, help="processes that share the work")
     parser.add_argument("--skills", default="", help="instead of the suite's mix: name=weight,name=weight,...")
     for name, value in asdict(Schedule()).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
+        kind = {"action": argparse.BooleanOptionalAction} if isinstance(value, bool) else {"type": type(value)}
+        parser.add_argument(f"--{name.replace('_', '-')}", default=value, **kind)
     arguments = vars(parser.parse_args())
     out, minutes, eager = arguments.pop("out"), arguments.pop("minutes"), arguments.pop("eager")
     pairs = [pair.split("=") for pair in arguments.pop("skills").split(",") if pair]
@@ -264,7 +267,7 @@ def work(
     skills: dict[str, float] | None,
     start: Path | None,
 ) -> None:
-    """Train to the end of the schedule or of the time; rank 0 logs a line of means every 20 steps, saves every 200."""
+    """Train to the end of the schedule or of the time; rank 0 logs a line of means every 20 steps, saves every 100."""
     trainer, started = Trainer(folder, schedule, compiled, ranks), time.monotonic()
     if start is not None and not (folder / "state.pt").exists():
         trainer.start_from(start)
@@ -290,7 +293,7 @@ def work(
             with (folder / "log.jsonl").open("a", encoding="utf-8") as log:
                 log.write(json.dumps(line) + "\n")
             trainer.meters.clear()
-        if ranks.rank == 0 and trainer.step % 200 == 0:
+        if ranks.rank == 0 and trainer.step % 100 == 0:
             trainer.save()
     if ranks.rank == 0:
         trainer.save()

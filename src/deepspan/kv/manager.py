@@ -74,7 +74,7 @@ class CacheManager:
         return 0
 
     def admit(self, sequence_id: int, prefix: int, num_tokens: int, room_for: int) -> dict[str, NewBlocks] | None:
-        """Take over a prefix just found, and reserve for tokens up to `num_tokens`; None (and nothing) if they do not fit.
+        """Take over a prefix just found, and reserve for tokens up to `num_tokens`; None (nothing) if they do not fit.
 
         room_for: tokens whose rows must have free blocks now, though they are reserved later: a prompt that starts
         without room for its end would be preempted, or preempt others, half-way. Returns the whole tables, by family.

@@ -57,7 +57,7 @@ def lookup(rng: np.random.Generator) -> Sample:
     """Find keys in a list of four to twelve pairs."""
     count = int(rng.integers(4, 13))
     keys = pick_some(rng, WORDS, count)
-    values = [_value(rng) for _ in keys]
+    values = [value(rng) for _ in keys]
     pairs = ", ".join(f"{key}: {value}" for key, value in zip(keys, values, strict=True))
     turns = []
     for index in rng.permutation(count)[:4]:
@@ -107,7 +107,8 @@ def approximate_tokens(text: str) -> int:
     return len(re.findall(r"[A-Za-z]+|\d|[^\w\s]", text))
 
 
-def _value(rng: np.random.Generator) -> str:
+def value(rng: np.random.Generator) -> str:
+    """What a list gives for a key: a word or a number."""
     if chance(rng, 0.5):
         return pick(rng, WORDS)
     return str(int(rng.integers(10, 1000)))
