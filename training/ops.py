@@ -15,6 +15,7 @@ from deepspan.ops.blocks import QueryBlock
 from deepspan.ops.indexer import index_scores, select_entries
 from deepspan.ops.registry import OpTable, reference_ops
 from deepspan.ops.router import route
+from deepspan.ops.rows import FlatRows
 
 
 @dataclass
@@ -36,34 +37,36 @@ class Recorder:
     def index_entries(
         self,
         q_THK: Tensor,
-        k_NK: Tensor,
+        keys: FlatRows,
         weights_TH: Tensor,
-        entry_lo_T: Tensor,
         entry_hi_T: Tensor,
         topk: int,
         blocks: Sequence[QueryBlock],
     ) -> Tensor:
         """As the reference, keeping the scores of each sequence for the loss."""
-        queries, entries = _lengths(blocks)
+        queries = _lengths(blocks)
         chosen = torch.full((len(q_THK), topk), -1, dtype=torch.int64)
-        parts = zip(q_THK.split(queries), k_NK.split(entries), weights_TH.split(queries), strict=True)
-        for block, (q, k, w) in zip(blocks, parts, strict=True):
-            (q0, q1), (e0, _) = block.queries, block.entries
+        parts = zip(
+            q_THK.split(queries),
+            keys.rows.split([block.num_entries for block in blocks]),
+            weights_TH.split(queries),
+            entry_hi_T.split(queries),
+            strict=True,
+        )
+        for block, (q, k, w, hi) in zip(blocks, parts, strict=True):
             scores = index_scores(q, k, w)
             self._scores.append(scores)
-            lo, hi = entry_lo_T[q0:q1] - e0, entry_hi_T[q0:q1] - e0
-            local = select_entries(scores.detach(), lo, hi, topk)
-            chosen[q0:q1, : local.shape[1]] = torch.where(local < 0, local, local + e0)
+            found = select_entries(scores.detach(), hi, topk)
+            chosen[block.queries[0] : block.queries[1], : found.shape[1]] = found
         return chosen
 
     def sparse_attention(
         self,
         q_THK: Tensor,
-        rows_SK: Tensor,
+        rows: FlatRows,
         row_lo_T: Tensor,
         row_hi_T: Tensor,
-        entries_NK: Tensor | None,
-        entry_lo_T: Tensor,
+        entries: FlatRows | None,
         entry_hi_T: Tensor,
         selected_TM: Tensor | None,
         sink_H: Tensor,
@@ -71,24 +74,23 @@ class Recorder:
         blocks: Sequence[QueryBlock],
     ) -> Tensor:
         """As the reference, a sequence at a time."""
-        queries, entries = _lengths(blocks)
-        entry_parts = entries_NK.split(entries) if entries_NK is not None else [None] * len(blocks)
+        queries, counts = _lengths(blocks), [block.num_entries for block in blocks]
+        entry_parts = entries.rows.split(counts) if entries is not None else [None] * len(blocks)
         outputs = []
-        for index, (block, q, rows, kept) in enumerate(
-            zip(blocks, q_THK.split(queries), rows_SK.split(queries), entry_parts, strict=True)
+        for index, (block, q, own, kept) in enumerate(
+            zip(blocks, q_THK.split(queries), rows.rows.split(queries), entry_parts, strict=True)
         ):
-            (q0, q1), (e0, e1) = block.queries, block.entries
-            places = torch.arange(q0, q1)
+            (q0, q1), num_entries = block.queries, block.num_entries
+            places = torch.arange(q1 - q0)
             mask = (places >= row_lo_T[q0:q1, None]) & (places <= row_hi_T[q0:q1, None])
-            visible = None
-            if kept is not None and e1 > e0:
-                ids = torch.arange(e0, e1)
-                visible = (ids >= entry_lo_T[q0:q1, None]) & (ids < entry_hi_T[q0:q1, None])
+            keys, visible = own, None
+            if kept is not None and num_entries > 0:
+                visible = torch.arange(num_entries) < entry_hi_T[q0:q1, None]
                 allowed = visible
                 if selected_TM is not None and not self.dense:
-                    allowed = visible & _as_mask(selected_TM[q0:q1] - e0, e1 - e0)
+                    allowed = visible & _as_mask(selected_TM[q0:q1], num_entries)
                 mask = torch.cat((mask, allowed), dim=1)
-            keys = rows if visible is None or kept is None else torch.cat((rows, kept))
+                keys = torch.cat((own, kept))
             out, probs = _attend(q, keys, mask, sink_H, scale)
             outputs.append(out)
             if selected_TM is not None and visible is not None:
@@ -148,7 +150,7 @@ def _as_mask(selected_TM: Tensor, width: int) -> Tensor:
     return torch.zeros(len(selected_TM), width + 1, dtype=torch.bool).scatter_(1, columns, True)[:, :width]
 
 
-def _lengths(blocks: Sequence[QueryBlock]) -> tuple[list[int], list[int]]:
-    """Rows and entries of each sequence; a block must be a whole sequence."""
-    assert all(block.queries == block.rows for block in blocks), "training needs one block per sequence"
-    return [b.queries[1] - b.queries[0] for b in blocks], [b.entries[1] - b.entries[0] for b in blocks]
+def _lengths(blocks: Sequence[QueryBlock]) -> list[int]:
+    """Rows of each sequence; a block must be a whole sequence."""
+    assert [block.sequence for block in blocks] == list(range(len(blocks))), "training needs one block per sequence"
+    return [block.queries[1] - block.queries[0] for block in blocks]

@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 import torch
 
+from deepspan.ops import indexer
 from deepspan.ops.blocks import QueryBlock
 from deepspan.ops.compress import compress_groups
 from deepspan.ops.indexer import index_entries, index_scores, select_entries
+from deepspan.ops.rows import FlatRows
 from deepspan.ops.topk import stable_topk
 
 DIM = 6
@@ -112,38 +114,34 @@ def test_stable_topk_of_many_ties_takes_lower_indices():
 
 def test_select_entries_with_fewer_visible_than_topk_pads_with_minus_one():
     scores = torch.tensor([[5.0, 1.0, 3.0, 9.0]]).expand(4, 4)
-    lo, hi = torch.tensor([0, 0, 0, 2]), torch.tensor([0, 1, 3, 4])
-    found = select_entries(scores, lo, hi, 2)
-    assert [sorted(row) for row in found.tolist()] == [[-1, -1], [-1, 0], [0, 2], [2, 3]]
+    found = select_entries(scores, torch.tensor([0, 1, 3, 4]), 2)
+    assert [sorted(row) for row in found.tolist()] == [[-1, -1], [-1, 0], [0, 2], [0, 3]]
 
 
 def test_select_entries_never_takes_invisible_entries_however_high():
     scores = torch.arange(64.0).expand(3, 64)
-    lo, hi = torch.tensor([10, 0, 20]), torch.tensor([13, 5, 60])
-    for row, (first, last) in zip(
-        select_entries(scores, lo, hi, 8).tolist(), [(10, 13), (0, 5), (20, 60)], strict=True
-    ):
+    for row, last in zip(select_entries(scores, torch.tensor([13, 5, 60]), 8).tolist(), (13, 5, 60), strict=True):
         chosen = [entry for entry in row if entry >= 0]
-        assert sorted(chosen) == list(range(max(first, last - 8), last))
+        assert sorted(chosen) == list(range(max(0, last - 8), last))
 
 
 def test_select_entries_of_zero_scores_takes_oldest():
-    found = select_entries(torch.zeros(1, 32), torch.tensor([4]), torch.tensor([32]), 6)
-    assert sorted(found[0].tolist()) == [4, 5, 6, 7, 8, 9]
+    found = select_entries(torch.zeros(1, 32), torch.tensor([32]), 6)
+    assert sorted(found[0].tolist()) == [0, 1, 2, 3, 4, 5]
 
 
 def test_select_entries_with_topk_above_entries_returns_all_visible():
-    found = select_entries(normal(1, 5), torch.tensor([0]), torch.tensor([5]), 512)
+    found = select_entries(normal(1, 5), torch.tensor([5]), 512)
     assert sorted(found[0].tolist()) == [0, 1, 2, 3, 4]
 
 
 def test_select_entries_against_sorted_python_lists():
     rng = np.random.default_rng(3)
     scores = rng.integers(0, 4, (40, 25)).astype(np.float32)  # many ties
-    lo, hi = rng.integers(0, 10, 40), rng.integers(10, 26, 40)
-    found = select_entries(*(torch.from_numpy(x) for x in (scores, lo, hi)), 7)
-    for row, score, first, last in zip(found.tolist(), scores, lo, hi, strict=True):
-        expected = sorted(range(first, last), key=lambda i, score=score: (-score[i], i))[:7]
+    ends = rng.integers(0, 26, 40)
+    found = select_entries(torch.from_numpy(scores), torch.from_numpy(ends), 7)
+    for row, score, last in zip(found.tolist(), scores, ends, strict=True):
+        expected = sorted(range(last), key=lambda i, score=score: (-score[i], i))[:7]
         assert [entry for entry in row if entry >= 0] == expected
 
 
@@ -151,26 +149,28 @@ def test_select_entries_against_sorted_python_lists():
 
 
 @pytest.mark.parametrize("block", [1, 7, 30])
-def test_index_entries_of_any_blocks_equal_choice_over_all_scores(block):
+def test_index_entries_of_any_blocks_equal_choice_over_all_scores(block, monkeypatch):
     """Two sequences of 17 and 13 queries with 9 and 6 entries: no entry of the other one is ever chosen."""
     q, k, weights = normal(30, 3, 8), normal(15, 8, seed=1), normal(30, 3, seed=2)
-    lo = torch.tensor([0] * 17 + [9] * 13)
-    hi = torch.tensor([(t + 1) // 2 if t < 17 else 9 + (t - 16) // 2 for t in range(30)])
+    lo = [0] * 17 + [9] * 13
+    hi = torch.tensor([(t + 1) // 2 if t < 17 else (t - 16) // 2 for t in range(30)])
     blocks = [
-        QueryBlock(queries=(first, last), rows=(0, 0), entries=(int(lo[first]), int(hi[last - 1])))
-        for start, end in ((0, 17), (17, 30))
+        QueryBlock(sequence=sequence, queries=(first, last), rows=(0, 0), num_entries=int(hi[last - 1]))
+        for sequence, (start, end) in enumerate(((0, 17), (17, 30)))
         for first, last in ((at, min(at + block, end)) for at in range(start, end, block))
     ]
-    found = index_entries(q, k, weights, lo, hi, 4, blocks)
+    monkeypatch.setattr(indexer, "MAX_SCORES", 50)  # a few keys at a time
+    found = index_entries(q, FlatRows(rows=k, firsts=(0, 9)), weights, hi, 4, blocks)
     assert found.shape == (30, 4)
     scores = index_scores(q, k, weights)
     for t, row in enumerate(found.tolist()):
-        expected = sorted(range(int(lo[t]), int(hi[t])), key=lambda i, t=t: (-float(scores[t, i]), i))[:4]
+        mine = scores[t, lo[t] :]
+        expected = sorted(range(int(hi[t])), key=lambda i, mine=mine: (-float(mine[i]), i))[:4]
         assert [entry for entry in row if entry >= 0] == expected
 
 
 def test_index_entries_carry_no_gradient():
     q = normal(2, 3, 8).requires_grad_()
-    zero, three = torch.zeros(2, dtype=torch.int64), torch.full((2,), 3)
-    blocks = [QueryBlock(queries=(0, 2), rows=(0, 0), entries=(0, 3))]
-    assert not index_entries(q, normal(3, 8), normal(2, 3), zero, three, 2, blocks).requires_grad
+    keys = FlatRows(rows=normal(3, 8), firsts=(0,))
+    blocks = [QueryBlock(sequence=0, queries=(0, 2), rows=(0, 0), num_entries=3)]
+    assert not index_entries(q, keys, normal(2, 3), torch.full((2,), 3), 2, blocks).requires_grad

@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspan.ops.attention import sparse_attention
+from deepspan.ops import attention
 from deepspan.ops.blocks import QueryBlock
+from deepspan.ops.rows import FlatRows, PagedRows, Rows
 
 NUM_HEADS, DIM = 3, 8
 
@@ -19,7 +21,7 @@ def normal(*shape: int, seed: int) -> torch.Tensor:
 
 
 class Problem:
-    """Random queries, rows and entries of one sequence; [lo, hi] rows and [entry_lo, entry_hi) entries per query."""
+    """Random queries, rows and entries of one sequence; [lo, hi] rows and [0, entry_hi) entries per query."""
 
     def __init__(self, num_queries: int, num_entries: int, num_selected: int | None, seed: int) -> None:
         rng = np.random.default_rng(seed)
@@ -28,15 +30,14 @@ class Problem:
         self.entries = normal(num_entries, DIM, seed=seed + 3) if num_entries else None
         ends = np.sort(rng.integers(0, num_queries, (2, num_queries)), axis=0)
         self.lo, self.hi = torch.from_numpy(ends[0]), torch.from_numpy(ends[1])
-        entry_ends = np.sort(rng.integers(0, num_entries + 1, (2, num_queries)), axis=0)
-        self.entry_lo, self.entry_hi = torch.from_numpy(entry_ends[0]), torch.from_numpy(entry_ends[1])
+        self.entry_hi = torch.from_numpy(rng.integers(0, num_entries + 1, num_queries))
         self.selected = None
         if num_selected is not None and num_entries:
             self.selected = torch.from_numpy(np.stack([self._pick(rng, t, num_selected) for t in range(num_queries)]))
 
     def _pick(self, rng: np.random.Generator, query: int, count: int) -> np.ndarray:
         """Up to `count` of the query's visible entries in any order, filled up with -1 in any place."""
-        visible = rng.permutation(np.arange(int(self.entry_lo[query]), int(self.entry_hi[query])))[:count]
+        visible = rng.permutation(np.arange(int(self.entry_hi[query])))[:count]
         picked = np.concatenate((visible, np.full(count - len(visible), -1)))
         return rng.permutation(picked).astype(np.int64)
 
@@ -46,24 +47,30 @@ class Problem:
         parts = [slice(first, min(first + size, len(self.q))) for first in starts]
         return [
             QueryBlock(
+                sequence=0,
                 queries=(part.start, part.stop),
                 rows=(int(self.lo[part].min()), int(self.hi[part].max()) + 1),
-                entries=(int(self.entry_lo[part].min()), int(self.entry_hi[part].max())),
+                num_entries=int(self.entry_hi[part].max()),
             )
             for part in parts
         ]
 
     def run(self, blocks: list[QueryBlock], scale: float = 0.3) -> np.ndarray:
-        found = sparse_attention(
-            self.q, self.rows, self.lo, self.hi, self.entries, self.entry_lo, self.entry_hi, self.selected,
+        return self.attend(blocks, scale).float().numpy()
+
+    def attend(self, blocks: list[QueryBlock], scale: float = 0.3) -> torch.Tensor:
+        return sparse_attention(
+            self.q, self.view(self.rows), self.lo, self.hi, self.view(self.entries), self.entry_hi, self.selected,
             self.sink, scale, blocks,
         )  # fmt: skip
-        return found.numpy()
+
+    def view(self, rows: torch.Tensor | None) -> Rows | None:
+        return None if rows is None else FlatRows(rows=rows, firsts=(0,))
 
     def visible(self, query: int) -> list[np.ndarray]:
         keys = [self.rows[i] for i in range(int(self.lo[query]), int(self.hi[query]) + 1)]
         if self.entries is not None:
-            chosen = range(int(self.entry_lo[query]), int(self.entry_hi[query]))
+            chosen = range(int(self.entry_hi[query]))
             if self.selected is not None:
                 chosen = [i for i in chosen if i in self.selected[query].tolist()]
             keys += [self.entries[i] for i in chosen]
@@ -92,10 +99,39 @@ def test_sparse_attention_equals_dense_softmax(num_queries, num_entries, num_sel
     assert np.abs(problem.run(problem.blocks(block)) - problem.expected()).max() < 2e-6
 
 
+class PagedProblem(Problem):
+    """The same rows in blocks of a cache, in any order, among rows of others."""
+
+    def view(self, rows: torch.Tensor | None) -> Rows | None:
+        if rows is None:
+            return None
+        rng, size = np.random.default_rng(9), 3
+        num_blocks = -(-len(rows) // size)
+        table = torch.from_numpy(rng.permutation(num_blocks + 4)[:num_blocks])
+        cache = normal(num_blocks + 4, size, DIM, seed=10).to(rows.dtype)
+        padded = torch.cat((rows, rows.new_zeros(num_blocks * size - len(rows), DIM)))
+        cache[table] = padded.unflatten(0, (num_blocks, size))
+        return PagedRows(cache=cache, tables=torch.stack((torch.zeros_like(table), table)), places=(1,))
+
+
+@pytest.mark.parametrize("selected", [None, 3])
+@pytest.mark.parametrize("block", [1, 4, 40])
+def test_sparse_attention_of_paged_rows_equals_flat_rows(selected, block):
+    flat, paged = Problem(30, 11, selected, seed=2), PagedProblem(30, 11, selected, seed=2)
+    assert np.abs(flat.run(flat.blocks(block)) - paged.run(paged.blocks(block))).max() < 1e-6
+
+
+def test_sparse_attention_of_few_scores_at_a_time_is_unchanged(monkeypatch):
+    problem = Problem(20, 6, 3, seed=5)
+    whole = problem.run(problem.blocks(20))
+    monkeypatch.setattr(attention, "MAX_SCORES", 100)
+    assert np.abs(problem.run(problem.blocks(20)) - whole).max() < 1e-6
+
+
 def test_sparse_attention_with_wider_bounds_is_unchanged():
     problem = Problem(20, 6, 3, seed=5)
     tight = problem.run(problem.blocks(20))
-    whole = problem.run([QueryBlock(queries=(0, 20), rows=(0, 20), entries=(0, 6))])
+    whole = problem.run([QueryBlock(sequence=0, queries=(0, 20), rows=(0, 20), num_entries=6)])
     assert np.abs(tight - whole).max() < 1e-6
 
 
@@ -104,8 +140,8 @@ def test_sparse_attention_of_only_the_row_itself_shares_with_sink():
     zero = torch.zeros(1, dtype=torch.int64)
     sink = torch.tensor([0.0, 1e9, -1e9])
     found = sparse_attention(
-        torch.zeros(1, 3, 4), row, zero, zero, None, zero, zero, None, sink, 0.5,
-        [QueryBlock(queries=(0, 1), rows=(0, 1), entries=(0, 0))],
+        torch.zeros(1, 3, 4), FlatRows(rows=row, firsts=(0,)), zero, zero, None, zero, None, sink, 0.5,
+        [QueryBlock(sequence=0, queries=(0, 1), rows=(0, 1), num_entries=0)],
     )  # fmt: skip
     assert found[0].tolist() == [[0.5, 1.0, 1.5, 2.0], [0.0] * 4, [1.0, 2.0, 3.0, 4.0]]
 
@@ -132,9 +168,6 @@ def test_sparse_attention_of_bfloat16_scores_in_fp32():
     wide = torch.from_numpy(problem.run(problem.blocks(5)))
     for name in ("q", "rows", "entries"):
         setattr(problem, name, getattr(problem, name).bfloat16())
-    found = sparse_attention(
-        problem.q, problem.rows, problem.lo, problem.hi, problem.entries, problem.entry_lo, problem.entry_hi, None,
-        problem.sink, 0.3, problem.blocks(5),
-    )  # fmt: skip
+    found = problem.attend(problem.blocks(5))
     assert found.dtype == torch.bfloat16
     assert torch.equal(found, wide.bfloat16())

@@ -101,17 +101,17 @@ def test_first_token_attends_to_itself_and_sink_only(tiny_models):
     model = tiny_models()
     calls = []
 
-    def spy(q, rows, row_lo, row_hi, entries, entry_lo, entry_hi, selected, sink, scale, blocks):
+    def spy(q, rows, row_lo, row_hi, entries, entry_hi, selected, sink, scale, blocks):
         out = reference_ops().sparse_attention(
-            q, rows, row_lo, row_hi, entries, entry_lo, entry_hi, selected, sink, scale, blocks
+            q, rows, row_lo, row_hi, entries, entry_hi, selected, sink, scale, blocks
         )
-        calls.append((q, rows, entries, sink, scale, out))
+        calls.append((q, rows.rows, entries, sink, scale, out))
         return out
 
     logits_of(model.with_ops(sparse_attention=spy), batch_of(model, [text(model, 1)]))
     assert len(calls) == len(model.config.compress_ratios)
     for q, rows, entries, sink, scale, out in calls:
-        assert entries is None or len(entries) == 0
+        assert entries is None or len(entries.rows) == 0
         share = torch.sigmoid((q[0] @ rows[0]) * scale - sink)  # of the row itself; the rest goes to the sink
         assert torch.allclose(out[0], share[:, None] * rows[0], atol=1e-6)
 

@@ -1,5 +1,7 @@
 """Visible intervals and entry counts against the golden tables of the release and against plain sets."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,7 +9,8 @@ from hypothesis import strategies as st
 from oracle import layout
 
 from deepspan.core.media import ImageSpan
-from deepspan.runtime.visibility import num_visible_entries, visible_intervals
+from deepspan.errors import InputError
+from deepspan.runtime.visibility import check_chunk, num_visible_entries, visible_intervals
 
 
 def spans_of(*bounds: tuple[int, int]) -> list[ImageSpan]:
@@ -20,7 +23,7 @@ def spans_of(*bounds: tuple[int, int]) -> list[ImageSpan]:
 
 
 def intervals(num_tokens: int, window: int, *bounds: tuple[int, int]) -> list[tuple[int, int]]:
-    lo, hi = visible_intervals(num_tokens, window, spans_of(*bounds))
+    lo, hi = visible_intervals(0, num_tokens, window, spans_of(*bounds))
     return list(zip(lo.tolist(), hi.tolist(), strict=True))
 
 
@@ -52,8 +55,8 @@ def test_intervals_at_real_size_equal_golden_table(query, interval, num_keys, nu
     """130 text, an 18 x 18 image, 40 text; window 128."""
     assert intervals(517, 128, (131, 476))[query] == interval
     assert interval[1] - interval[0] + 1 == num_keys
-    assert num_visible_entries(517, 4)[query] == num_ratio_4
-    assert num_visible_entries(517, 128)[query] == num_ratio_128
+    assert num_visible_entries(0, 517, 4)[query] == num_ratio_4
+    assert num_visible_entries(0, 517, 128)[query] == num_ratio_128
 
 
 def test_intervals_of_adjacent_images_keep_spans_apart():
@@ -94,6 +97,38 @@ def test_intervals_as_slots_equal_golden_vector(name):
         assert [table[p // block] * block + p % block for p in range(lo, hi + 1)] == slots
 
 
+@pytest.mark.parametrize(
+    ("query", "end", "span", "message"),
+    [
+        (4, 4, (2, 5), "single prefill chunk"),
+        (4, 8, (2, 5), "single prefill chunk"),  # cut on the left, as a bad prefix hit would
+        (4, 8, (5, 4), "invalid"),
+        (8, 16, (8, 13), "exceeds vision_max_n_token 4"),
+        (4, 8, (4, 7), None),
+        (1, 9, (4, 7), None),
+        (4, 4, (4, 7), None),
+    ],
+)
+def test_chunk_that_cuts_a_span_is_refused(query, end, span, message):
+    """Contract 2.6: `query` tokens of a step that ends at `end`; spans of up to 4."""
+    spans = [ImageSpan(offset=span[0], first=span[0], last=span[1])]
+    if message is None:
+        check_chunk(end - query, end, spans, 4)
+        return
+    with pytest.raises(InputError, match=message):
+        check_chunk(end - query, end, spans, 4)
+
+
+@pytest.mark.parametrize("cuts", [(5,), (1, 2, 33), (7, 39)])
+def test_intervals_of_chunks_are_those_of_the_whole(cuts):
+    spans, edges = spans_of((7, 32), (39, 48)), [0, *cuts, 53]
+    whole = np.stack(visible_intervals(0, 53, 8, spans))
+    chunks = [np.stack(visible_intervals(a, b, 8, spans)) for a, b in pairwise(edges)]
+    assert np.array_equal(np.concatenate(chunks, axis=1), whole)
+    entries = [num_visible_entries(a, b, 4) for a, b in pairwise(edges)]
+    assert np.array_equal(np.concatenate(entries), num_visible_entries(0, 53, 4))
+
+
 # --- laws -------------------------------------------------------------------------------------------------------
 
 
@@ -108,12 +143,12 @@ def test_window_at_128_drops_first_token_only():
 
 def test_span_behind_the_prompt_is_refused():
     with pytest.raises(AssertionError, match="materialised"):
-        visible_intervals(5, 4, spans_of((2, 5)))
+        visible_intervals(0, 5, 4, spans_of((2, 5)))
 
 
 @pytest.mark.parametrize("ratio", [4, 16, 128])
 def test_entry_becomes_visible_at_last_token_of_its_group(ratio):
-    found = num_visible_entries(3 * ratio, ratio)
+    found = num_visible_entries(0, 3 * ratio, ratio)
     assert [found[t] for t in (0, ratio - 2, ratio - 1, 2 * ratio - 2, 2 * ratio - 1)] == [0, 0, 1, 1, 2]
     assert found[-1] == 3
 
@@ -138,5 +173,5 @@ def test_intervals_of_any_prompt_equal_oracle_sets(parts, window):
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(st.integers(1, 300), st.sampled_from([4, 8, 16, 128]))
 def test_entry_counts_of_any_length_equal_oracle_sets(num_tokens, ratio):
-    found = num_visible_entries(num_tokens, ratio)
+    found = num_visible_entries(0, num_tokens, ratio)
     assert found.tolist() == [len(layout.entries_visible(query, ratio)) for query in range(num_tokens)]

@@ -6,15 +6,18 @@ back at the query's position; the compressed side is causal for image rows too (
 Shapes: T rows, D hidden, H heads, K head dim, G groups, N entries.
 """
 
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 
 from deepspan.config.model import OVERLAP_RATIO, ModelConfig
-from deepspan.model.batch import CompressedMetadata, ForwardBatch
+from deepspan.model.batch import CompressedMetadata, ForwardBatch, LayerCache
 from deepspan.model.compressor import Compressor
 from deepspan.model.layers import Linear, RMSNorm, empty
 from deepspan.model.rope import BatchRope
 from deepspan.ops.registry import OpTable
+from deepspan.ops.rows import FlatRows, PagedRows, Rows
 
 
 class Indexer(torch.nn.Module):
@@ -28,16 +31,14 @@ class Indexer(torch.nn.Module):
         self.weights_proj = Linear(config.hidden_size, self.num_heads, dtype=dtype)
         self.compressor = Compressor(config, ops, ratio, self.dim, dtype)
 
-    def forward(
-        self, x_TD: Tensor, qr_TQ: Tensor, batch: ForwardBatch, meta: CompressedMetadata, rope: BatchRope
-    ) -> Tensor:
-        """Flat entries each row attends to: int64 [T, M], -1 for none. qr_TQ: normed low-rank queries."""
+    def forward(self, x_TD: Tensor, qr_TQ: Tensor, batch: ForwardBatch, keys: Rows, rope: BatchRope) -> Tensor:
+        """Entries each row attends to: int64 [T, M], -1 for none. qr_TQ: normed low-rank queries. keys: see `keys`."""
+        ratio = self.compressor.ratio
         q = self.wq_b(qr_TQ).unflatten(-1, (self.num_heads, self.dim))
         q = self._ops.apply_rope(q, *rope.rows(compressed=True))
-        keys = self.compressor(x_TD, batch, meta, rope.tables)
         weights = self.weights_proj(x_TD).float() * (self.dim * self.num_heads) ** -0.5
-        blocks = batch.attention.blocks[self.compressor.ratio]
-        return self._ops.index_entries(q, keys, weights, meta.entry_lo, meta.entry_hi, self.topk, blocks)
+        meta = batch.attention
+        return self._ops.index_entries(q, keys, weights, meta.compressed[ratio].entry_hi, self.topk, meta.blocks[ratio])
 
 
 class Attention(torch.nn.Module):
@@ -59,28 +60,54 @@ class Attention(torch.nn.Module):
         self.compressor = Compressor(config, ops, ratio, self.dim, dtype) if ratio else None
         self.indexer = Indexer(config, ops, ratio, dtype) if ratio == OVERLAP_RATIO else None
 
-    def forward(self, x_TD: Tensor, batch: ForwardBatch, rope: BatchRope) -> Tensor:
-        """x_TD: output of `attn_norm`. Returns [T, D]."""
+    def forward(self, x_TD: Tensor, batch: ForwardBatch, rope: BatchRope, cache: LayerCache | None) -> Tensor:
+        """x_TD: output of `attn_norm`. cache: read and written where the batch continues sequences. Returns [T, D]."""
         meta = batch.attention
         cos, sin = rope.rows(compressed=self.ratio > 0)
         qr = self.q_norm(self.wq_a(x_TD))
         q = self.wq_b(qr).unflatten(-1, (self.num_heads, self.dim))
         q = self._ops.apply_rope(self._ops.rms_norm(q, None, self._eps), cos, sin)
-        rows = self._ops.apply_rope(self.kv_norm(self.wkv(x_TD)), cos, sin)
+        # Every row of the batch is stored before any is read: rows of an image see those behind them.
+        rows = self._store_rows(self._ops.apply_rope(self.kv_norm(self.wkv(x_TD)), cos, sin), batch, cache)
         entries = selected = None
-        entry_lo = entry_hi = meta.row_lo
+        entry_hi = meta.row_lo
         if self.compressor is not None:
             compressed = meta.compressed[self.ratio]
-            entry_lo, entry_hi = compressed.entry_lo, compressed.entry_hi
-            entries = self.compressor(x_TD, batch, compressed, rope.tables)
-            # With no more entries than top-k everything visible is chosen: the indexer cannot change the result.
-            if self.indexer is not None and max(compressed.num_entries) > self.indexer.topk:
-                selected = self.indexer(x_TD, qr, batch, compressed, rope)
+            entry_hi = compressed.entry_hi
+            new = self.compressor(x_TD, batch, compressed, rope.tables, cache.state if cache is not None else None)
+            entries = _store_entries(new, f"rows_{self.ratio}", compressed, batch, cache.entries if cache else None)
+            if self.indexer is not None:
+                selected = self._select(self.indexer, x_TD, qr, batch, rope, cache)
         out = self._ops.sparse_attention(
-            q, rows, meta.row_lo, meta.row_hi, entries, entry_lo, entry_hi, selected,
+            q, rows, meta.row_lo, meta.row_hi, entries, entry_hi, selected,
             self.attn_sink, self.dim**-0.5, meta.blocks[self.ratio],
         )  # fmt: skip
         return self._project_out(self._ops.apply_rope(out, cos, sin, inverse=True))
+
+    def _store_rows(self, rows_TK: Tensor, batch: ForwardBatch, cache: LayerCache | None) -> Rows:
+        if cache is None or batch.caches is None:
+            return FlatRows(rows=rows_TK, firsts=tuple(part.first for part in batch.parts))
+        cache.window.flatten(0, 1)[batch.caches.window_slots] = rows_TK.to(cache.window.dtype)
+        return PagedRows(cache=cache.window, tables=batch.caches.tables["window"], places=batch.caches.places)
+
+    def _select(
+        self,
+        indexer: Indexer,
+        x_TD: Tensor,
+        qr_TQ: Tensor,
+        batch: ForwardBatch,
+        rope: BatchRope,
+        cache: LayerCache | None,
+    ) -> Tensor | None:
+        """The indexer's choice, or None where no sequence has more entries than it may choose: then all are taken."""
+        compressed = batch.attention.compressed[self.ratio]
+        chooses = max(compressed.num_entries) > indexer.topk
+        if cache is None and not chooses:
+            return None
+        state = cache.index_state if cache is not None else None
+        new = indexer.compressor(x_TD, batch, compressed, rope.tables, state)
+        keys = _store_entries(new, f"index_{self.ratio}", compressed, batch, cache.index if cache else None)
+        return indexer(x_TD, qr_TQ, batch, keys, rope) if chooses else None
 
     def _project_out(self, out_THK: Tensor) -> Tensor:
         """Each group of heads has its own first projection; `wo_a` [G * rank, H K / G] holds them stacked."""
@@ -88,3 +115,14 @@ class Attention(torch.nn.Module):
         weight = self.wo_a.weight.unflatten(0, (self.num_groups, -1))
         low_rank = torch.einsum("tgi,gri->tgr", grouped, weight)
         return self.wo_b(low_rank.flatten(1))
+
+
+def _store_entries(
+    new_NK: Tensor, family: str, meta: CompressedMetadata, batch: ForwardBatch, cache: Tensor | None
+) -> Rows:
+    """All entries of every sequence: the new ones alone, or what a cache holds once they are stored in it."""
+    if cache is None or batch.caches is None:
+        firsts = accumulate(meta.num_entries[:-1], initial=0)
+        return FlatRows(rows=new_NK, firsts=tuple(firsts))
+    cache.flatten(0, 1)[meta.slots] = new_NK.to(cache.dtype)
+    return PagedRows(cache=cache, tables=batch.caches.tables[family], places=batch.caches.places)

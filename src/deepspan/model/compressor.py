@@ -29,14 +29,49 @@ class Compressor(torch.nn.Module):
         self.wgate = Linear(config.hidden_size, width, dtype=torch.float32)
         self.norm = RMSNorm(dim, config.rms_norm_eps, ops, dtype=dtype)
 
-    def forward(self, x_TD: Tensor, batch: ForwardBatch, meta: CompressedMetadata, tables: RopeTables) -> Tensor:
-        """Entries of all sequences, one sequence after the other: [N, K], rotated at the first token of their group."""
+    def forward(
+        self, x_TD: Tensor, batch: ForwardBatch, meta: CompressedMetadata, tables: RopeTables, state: Tensor | None
+    ) -> Tensor:
+        """Entries that the batch completes, one part after the other: [N, K], rotated at the first token of their group.
+
+        state: cache [blocks, rows, 2 width] of the rows of incomplete groups, read and then written; None where every
+        part is a whole sequence.
+        """
         kv = self.wkv(x_TD)
         gate = self.wgate(x_TD) + F.embedding(batch.positions % self.ratio, self.ape)
-        pooled = [
-            self._ops.compress_groups(kv_S, gate_S, self.ratio, self.dim)
-            for kv_S, gate_S in zip(kv.split(batch.lengths), gate.split(batch.lengths), strict=True)
-        ]
-        entries = self.norm(torch.cat(pooled).to(self._dtype))
+        if state is None:
+            groups = [
+                self._ops.compress_groups(
+                    kv[part.first : part.last], gate[part.first : part.last], self.ratio, self.dim
+                )
+                for part in batch.parts
+            ]
+        else:
+            groups = self._continue(kv, gate, batch, meta, state)
+        pooled = torch.cat(groups) if groups else kv.new_empty(0, self.dim)
         cos, sin = tables.at(meta.positions, compressed=True)
-        return self._ops.apply_rope(entries, cos, sin)
+        return self._ops.apply_rope(self.norm(pooled.to(self._dtype)), cos, sin)
+
+    def _continue(
+        self, kv_TC: Tensor, gate_TC: Tensor, batch: ForwardBatch, meta: CompressedMetadata, state: Tensor
+    ) -> list[Tensor]:
+        """Pool the groups that end in each part, with the rows kept of earlier parts; then keep what is pending now."""
+        assert meta.state is not None, "a state cache needs its slots"
+        rows, slots = state.flatten(0, 1), meta.state
+        groups = []
+        for part, kept in zip(batch.parts, rows[slots.read].split(slots.num_read), strict=True):
+            if part.end // self.ratio == part.start // self.ratio:
+                continue
+            old_kv, old_gate = kept.chunk(2, dim=1)
+            # The group before is read for its second half alone; its own entry exists.
+            known = part.start // self.ratio - (part.start - len(kept)) // self.ratio
+            groups.append(
+                self._ops.compress_groups(
+                    torch.cat((old_kv, kv_TC[part.first : part.last])),
+                    torch.cat((old_gate, gate_TC[part.first : part.last])),
+                    self.ratio,
+                    self.dim,
+                )[known:]
+            )
+        rows[slots.write] = torch.cat((kv_TC, gate_TC), dim=1)[slots.written]
+        return groups

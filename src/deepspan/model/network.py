@@ -15,7 +15,7 @@ from torch import Tensor
 from deepspan.config.model import ModelConfig
 from deepspan.core.media import TokenKind
 from deepspan.model.attention import Attention
-from deepspan.model.batch import ForwardBatch
+from deepspan.model.batch import ForwardBatch, LayerCache
 from deepspan.model.layers import Embedding, Linear, RMSNorm, empty
 from deepspan.model.moe import MoE
 from deepspan.model.rope import BatchRope, RopeTables
@@ -50,9 +50,9 @@ class Block(torch.nn.Module):
         self.hc_ffn_base = empty(num_mixes, dtype=torch.float32)
         self.hc_ffn_scale = empty(3, dtype=torch.float32)
 
-    def forward(self, streams_TnD: Tensor, batch: ForwardBatch, rope: BatchRope) -> Tensor:
+    def forward(self, streams_TnD: Tensor, batch: ForwardBatch, rope: BatchRope, cache: LayerCache | None) -> Tensor:
         x, post, mix = self._collapse(streams_TnD, self.hc_attn_fn, self.hc_attn_base, self.hc_attn_scale)
-        streams_TnD = self._ops.hyper_post(self.attn(self.attn_norm(x), batch, rope), streams_TnD, post, mix)
+        streams_TnD = self._ops.hyper_post(self.attn(self.attn_norm(x), batch, rope, cache), streams_TnD, post, mix)
         x, post, mix = self._collapse(streams_TnD, self.hc_ffn_fn, self.hc_ffn_base, self.hc_ffn_scale)
         return self._ops.hyper_post(self.ffn(self.ffn_norm(x), batch), streams_TnD, post, mix)
 
@@ -70,6 +70,7 @@ class DeepseekV4(torch.nn.Module):
         """dtype: of activations and of the large matrices; what must be fp32 is fp32 whatever it says."""
         super().__init__()
         self.config, self._ops, self.dtype = config, ops, dtype
+        self._rope: RopeTables | None = None
         hidden, num_streams = config.hidden_size, config.hc_mult
         self.embed = Embedding(config.vocab_size, hidden, dtype=dtype)
         self.layers = torch.nn.ModuleList(Block(config, ops, i, dtype) for i in range(config.num_hidden_layers))
@@ -96,20 +97,27 @@ class DeepseekV4(torch.nn.Module):
 
     def forward(self, batch: ForwardBatch, stream_taps: Sequence[int] = ()) -> NetworkOutput:
         """Logits of `batch.logits_rows`, and the streams after the layers in `stream_taps`."""
-        rope = BatchRope(RopeTables(self.config, batch.positions.device), batch.positions)
+        rope = BatchRope(self._rope_tables(batch.positions.device), batch.positions)
         rows = self._embed(batch)
         streams = rows[:, None].expand(-1, self.config.hc_mult, -1)
         taps: dict[int, Tensor] = {}
         for index, layer in enumerate(self.layers):
-            streams = layer(streams, batch, rope)
+            streams = layer(streams, batch, rope, batch.caches.layers[index] if batch.caches is not None else None)
             if index in stream_taps:
                 taps[index] = streams
         return NetworkOutput(logits=self._logits(streams[batch.logits_rows]), streams=taps)
 
+    def _rope_tables(self, device: torch.device) -> RopeTables:
+        """Made at the first forward pass on a device, and kept."""
+        if self._rope is None or self._rope.device != device:
+            self._rope = RopeTables(self.config, device)
+        return self._rope
+
     def _embed(self, batch: ForwardBatch) -> Tensor:
         """[T, D]. Text rows from the vocabulary, sentinels from their vectors, IMAGE rows from the encoder."""
-        if self.config.vision is None:
+        if not batch.has_images:
             return self.embed(batch.token_ids)
+        assert self.config.vision is not None, "images need a vision checkpoint"
         is_text = batch.kinds == TokenKind.TEXT
         rows = self.embed(batch.token_ids.masked_fill(~is_text, 0))
         # Indexed by kind; the slot of IMAGE is a filler that the features replace below.

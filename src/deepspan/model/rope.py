@@ -15,6 +15,7 @@ class RopeTables:
     """cos and sin at given positions. Not a module: there is nothing to load, and `meta` models need none of it."""
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
+        self.device = device
         dims = config.qk_rope_head_dim
         self._frequencies = {
             compressed: rope_frequencies(config.rope, dims, compressed).float().to(device)

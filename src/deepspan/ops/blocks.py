@@ -1,12 +1,16 @@
-"""Runs of queries with host-side bounds of everything they can see: how references walk a flat batch."""
+"""Runs of queries with host-side bounds of everything they can see: how references walk a batch."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueryBlock:
-    """Half-open flat ranges: queries of one sequence, the raw rows and the compressed entries any of them can see."""
+    """queries: half-open range in the flat batch, all of one sequence.
 
+    rows: half-open range of the raw rows, num_entries: number of the entries, that any of them can see in its sequence.
+    """
+
+    sequence: int
     queries: tuple[int, int]
     rows: tuple[int, int]
-    entries: tuple[int, int]
+    num_entries: int

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 from deepspan.ops.blocks import QueryBlock
+from deepspan.ops.rows import Rows
 from deepspan.ops.topk import stable_topk
+
+MAX_SCORES = 1 << 25  # of single heads, held at once: 128 MB
 
 
 def index_scores(q_THK: Tensor, k_NK: Tensor, weights_TH: Tensor) -> Tensor:
@@ -18,13 +21,12 @@ def index_scores(q_THK: Tensor, k_NK: Tensor, weights_TH: Tensor) -> Tensor:
     return torch.einsum("thn,th->tn", scores, weights_TH.float())
 
 
-def select_entries(scores_TN: Tensor, entry_lo_T: Tensor, entry_hi_T: Tensor, topk: int) -> Tensor:
-    """The `topk` best of the entries [lo, hi) of each row: int64 [T, min(topk, N)], -1 where there are fewer.
+def select_entries(scores_TN: Tensor, entry_hi_T: Tensor, topk: int) -> Tensor:
+    """The `topk` best of the entries [0, hi) of each row: int64 [T, min(topk, N)], -1 where there are fewer.
 
     Equal scores are taken in order of the entries, so that the choice never depends on the batch.
     """
-    entries = torch.arange(scores_TN.shape[1], device=scores_TN.device)
-    visible = (entries >= entry_lo_T[:, None]) & (entries < entry_hi_T[:, None])
+    visible = torch.arange(scores_TN.shape[1], device=scores_TN.device) < entry_hi_T[:, None]
     chosen = stable_topk(scores_TN.masked_fill(~visible, -torch.inf), min(topk, scores_TN.shape[1]))
     return chosen.masked_fill(~visible.gather(1, chosen), -1)
 
@@ -32,24 +34,26 @@ def select_entries(scores_TN: Tensor, entry_lo_T: Tensor, entry_hi_T: Tensor, to
 @torch.no_grad()
 def index_entries(
     q_THK: Tensor,
-    k_NK: Tensor,
+    keys: Rows,
     weights_TH: Tensor,
-    entry_lo_T: Tensor,
     entry_hi_T: Tensor,
     topk: int,
     blocks: Sequence[QueryBlock],
 ) -> Tensor:
     """Score and select, a block of queries at a time over the entries any of them can see.
 
-    entry_lo, entry_hi: int64 [T], half-open ranges of flat entries. blocks cover all queries once, in order.
-    Returns flat entries, int64 [T, topk], -1 where fewer are visible.
+    keys: index keys [N, K] of each sequence. entry_hi: int64 [T], entries that a row may see. blocks cover all queries
+    once, in order. Returns entries of the query's sequence, int64 [T, topk], -1 where fewer are visible.
     """
     chosen = torch.full((len(q_THK), topk), -1, dtype=torch.int64, device=q_THK.device)
     for block in blocks:
-        (q0, q1), (e0, e1) = block.queries, block.entries
-        if e1 == e0:
+        q0, q1 = block.queries
+        if block.num_entries == 0:
             continue
-        scores = index_scores(q_THK[q0:q1], k_NK[e0:e1], weights_TH[q0:q1])
-        local = select_entries(scores, entry_lo_T[q0:q1] - e0, entry_hi_T[q0:q1] - e0, topk)
-        chosen[q0:q1, : local.shape[1]] = torch.where(local < 0, local, local + e0)
+        k = keys.read(block.sequence, 0, block.num_entries)
+        # Some keys at a time, so that the scores of all heads stay small in a long context.
+        most = max(1, MAX_SCORES // ((q1 - q0) * q_THK.shape[1]))
+        scores = torch.cat([index_scores(q_THK[q0:q1], part, weights_TH[q0:q1]) for part in k.split(most)], dim=1)
+        found = select_entries(scores, entry_hi_T[q0:q1], topk)
+        chosen[q0:q1, : found.shape[1]] = found
     return chosen

@@ -5,8 +5,9 @@ sequence; every decision is taken here, so that the network asks the device noth
 position 0. Used by `runtime.runner` and by a trainer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from deepspan.config.model import ModelConfig
 from deepspan.core.media import ImageSpan, TokenKind
 from deepspan.core.request import check_spans
-from deepspan.model.batch import AttentionMetadata, CompressedMetadata, ForwardBatch
+from deepspan.model.batch import AttentionMetadata, CompressedMetadata, ForwardBatch, Part
 from deepspan.ops.blocks import QueryBlock
 from deepspan.runtime.visibility import num_visible_entries, visible_intervals
 
@@ -50,8 +51,12 @@ def build_batch(
     assert sequences, "a batch needs a sequence"
     for sequence in sequences:
         check_spans(sequence.spans, sequence.kinds)
-    lengths = tuple(len(sequence.token_ids) for sequence in sequences)
-    starts = np.concatenate(([0], np.cumsum(lengths)[:-1]))
+    lengths = [len(sequence.token_ids) for sequence in sequences]
+    firsts = [0, *accumulate(lengths[:-1])]
+    parts = tuple(
+        Part(start=0, end=length, first=first, last=first + length)
+        for length, first in zip(lengths, firsts, strict=True)
+    )
     kinds = np.concatenate([sequence.kinds for sequence in sequences])
 
     def upload(values: np.ndarray) -> Tensor:
@@ -61,71 +66,59 @@ def build_batch(
     features = [sequence.features for sequence in sequences if sequence.features is not None]
     num_features = sum(len(rows) for rows in features)
     assert num_features == len(image_rows), f"{num_features} feature rows for {len(image_rows)} IMAGE tokens"
-    wanted = [np.asarray(seq.wanted, dtype=np.int64) + start for seq, start in zip(sequences, starts, strict=True)]
+    wanted = [np.asarray(seq.wanted, dtype=np.int64) + first for seq, first in zip(sequences, firsts, strict=True)]
     return ForwardBatch(
         token_ids=upload(np.concatenate([sequence.token_ids for sequence in sequences])),
         kinds=upload(kinds),
         positions=upload(np.concatenate([np.arange(length) for length in lengths])),
-        lengths=lengths,
+        parts=parts,
+        has_images=bool((kinds != TokenKind.TEXT).any()),
         image_rows=upload(image_rows),
         image_features=torch.cat(features) if features else None,
         logits_rows=upload(np.concatenate(wanted)),
-        attention=_attention_metadata(sequences, lengths, starts, config, device, query_block),
+        attention=_attention_metadata(sequences, parts, config, upload, query_block),
     )
 
 
 def _attention_metadata(
     sequences: Sequence[SequenceInput],
-    lengths: tuple[int, ...],
-    starts: np.ndarray,
+    parts: Sequence[Part],
     config: ModelConfig,
-    device: torch.device | str,
+    upload: Callable[[np.ndarray], Tensor],
     query_block: int,
 ) -> AttentionMetadata:
-    intervals = [visible_intervals(len(s.token_ids), config.sliding_window, s.spans) for s in sequences]
-    row_lo = np.concatenate([lo + start for (lo, _), start in zip(intervals, starts, strict=True)])
-    row_hi = np.concatenate([hi + start for (_, hi), start in zip(intervals, starts, strict=True)])
-    no_entries = np.zeros(len(row_lo), dtype=np.int64)
+    intervals = [
+        visible_intervals(0, part.end, config.sliding_window, sequence.spans)
+        for sequence, part in zip(sequences, parts, strict=True)
+    ]
+    row_lo, row_hi = (np.concatenate(bounds) for bounds in zip(*intervals, strict=True))
     compressed: dict[int, CompressedMetadata] = {}
-    blocks = {0: _query_blocks(lengths, query_block, starts, row_lo, row_hi, no_entries, no_entries)}
+    blocks = {0: query_blocks(parts, query_block, row_lo, row_hi, 0)}
     for ratio in config.ratios_in_use():
-        counts = np.asarray([length // ratio for length in lengths])
-        firsts = np.concatenate(([0], np.cumsum(counts)[:-1]))
-        entry_lo = np.repeat(firsts, lengths)
-        entry_hi = entry_lo + np.concatenate([num_visible_entries(length, ratio) for length in lengths])
+        counts = [part.end // ratio for part in parts]
         compressed[ratio] = CompressedMetadata(
-            entry_lo=torch.from_numpy(entry_lo).to(device),
-            entry_hi=torch.from_numpy(entry_hi).to(device),
-            positions=torch.from_numpy(np.concatenate([np.arange(n) * ratio for n in counts])).to(device),
-            num_entries=tuple(int(n) for n in counts),
+            entry_hi=upload(np.concatenate([num_visible_entries(0, part.end, ratio) for part in parts])),
+            positions=upload(np.concatenate([np.arange(count) * ratio for count in counts])),
+            num_entries=tuple(counts),
         )
-        blocks[ratio] = _query_blocks(lengths, query_block, starts, row_lo, row_hi, entry_lo, entry_hi)
-    return AttentionMetadata(
-        row_lo=torch.from_numpy(row_lo).to(device),
-        row_hi=torch.from_numpy(row_hi).to(device),
-        compressed=compressed,
-        blocks=blocks,
-    )
+        blocks[ratio] = query_blocks(parts, query_block, row_lo, row_hi, ratio)
+    return AttentionMetadata(row_lo=upload(row_lo), row_hi=upload(row_hi), compressed=compressed, blocks=blocks)
 
 
-def _query_blocks(
-    lengths: tuple[int, ...],
-    query_block: int,
-    starts: np.ndarray,
-    row_lo: np.ndarray,
-    row_hi: np.ndarray,
-    entry_lo: np.ndarray,
-    entry_hi: np.ndarray,
+def query_blocks(
+    parts: Sequence[Part], query_block: int, row_lo: np.ndarray, row_hi: np.ndarray, ratio: int
 ) -> tuple[QueryBlock, ...]:
+    """Cut every part into blocks of at most `query_block` queries. row_lo, row_hi: of all flat rows. ratio: 0 for none."""
     blocks: list[QueryBlock] = []
-    for length, start in zip(lengths, starts.tolist(), strict=True):
-        for first in range(start, start + length, query_block):
-            part = slice(first, min(first + query_block, start + length))
+    for sequence, part in enumerate(parts):
+        for first in range(part.first, part.last, query_block):
+            rows = slice(first, min(first + query_block, part.last))
             blocks.append(
                 QueryBlock(
-                    queries=(part.start, part.stop),
-                    rows=(int(row_lo[part].min()), int(row_hi[part].max()) + 1),
-                    entries=(int(entry_lo[part].min()), int(entry_hi[part].max())),
+                    sequence=sequence,
+                    queries=(rows.start, rows.stop),
+                    rows=(int(row_lo[rows].min()), int(row_hi[rows].max()) + 1),
+                    num_entries=(part.start + rows.stop - part.first) // ratio if ratio else 0,
                 )
             )
     return tuple(blocks)
