@@ -119,7 +119,7 @@ class FakeExecutor:
                     assert one.digest in self._kept, "an image without its rows"
             for family in self._families:
                 table = self._tables.setdefault((chunk.row, family.name), [])
-                if chunk.is_new:
+                if chunk.begins is not None:
                     table.clear()
                 if family.name in chunk.blocks:
                     new = chunk.blocks[family.name]

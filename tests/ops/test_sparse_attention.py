@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspan.ops.attention import sparse_attention
 from deepspan.ops import attention
+from deepspan.ops.attention import sparse_attention
 from deepspan.ops.blocks import QueryBlock
 from deepspan.ops.rows import FlatRows, PagedRows, Rows
 

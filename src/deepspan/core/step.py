@@ -3,8 +3,10 @@
 A plan says everything: the runtime keeps no queue and decides nothing. Made by `sched`, read by `runtime`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+from deepspan.core.request import Request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,17 +21,27 @@ class NewBlocks:
 class Chunk:
     """Tokens [start, end) of one request. row: its place in the persistent buffers of the runtime.
 
-    is_new: the row belongs to another request from now on; `blocks` are its whole tables. Otherwise `blocks` joins the
-    tables. samples: the chunk ends at the last known token, so the next one is to be chosen.
+    begins: set where the row belongs to this request from now on; then `blocks` are its whole tables, otherwise they
+    join the tables. token_ids: of the chunk. samples: the chunk ends at the last known token, so the next one is to be
+    chosen.
     """
 
     request_id: int
     row: int
     start: int
     end: int
+    token_ids: Sequence[int]
     samples: bool
-    is_new: bool
     blocks: Mapping[str, NewBlocks]
+    begins: "Begin | None" = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begin:
+    """A request that the runtime does not know, or has forgotten. generated: its tokens after the prompt so far."""
+
+    request: Request
+    generated: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -124,5 +124,6 @@ def _store_entries(
     if cache is None or batch.caches is None:
         firsts = accumulate(meta.num_entries[:-1], initial=0)
         return FlatRows(rows=new_NK, firsts=tuple(firsts))
-    cache.flatten(0, 1)[meta.slots] = new_NK.to(cache.dtype)
+    assert meta.slots is not None, "a cache needs slots"
+    cache.flatten(0, 1)[meta.slots[family]] = new_NK.to(cache.dtype)
     return PagedRows(cache=cache, tables=batch.caches.tables[family], places=batch.caches.places)

@@ -45,13 +45,13 @@ class CompressedMetadata:
 
     entry_hi: int64 [T], entries that each row may see: those whose group ends at or before it. positions: int64 [N],
     first token of the group of each entry that this batch completes. num_entries: of each sequence at its end.
-    slots: int64 [N], where new entries go in a cache; state: both None without caches.
+    slots: int64 [N], where new entries go in a cache, by family name; state: of its compressors. None without caches.
     """
 
     entry_hi: Tensor
     positions: Tensor
     num_entries: tuple[int, ...]
-    slots: Tensor | None = None
+    slots: Mapping[str, Tensor] | None = None
     state: StateSlots | None = None
 
 
@@ -88,13 +88,16 @@ class LayerCache:
 class BatchCaches:
     """layers: of the whole network. tables: int64 [places, blocks], by family name. places: table row of each part.
 
-    window_slots: int64 [T], where raw rows go.
+    window_slots: int64 [T], where raw rows go. seqused, start_pos: int32 [max_num_seqs], new tokens of each part and
+    tokens before it; 0 behind the last part, so that a kernel of fixed shape leaves padding alone.
     """
 
     layers: Sequence[LayerCache]
     tables: Mapping[str, Tensor]
     places: tuple[int, ...]
     window_slots: Tensor
+    seqused: Tensor
+    start_pos: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

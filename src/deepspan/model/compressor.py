@@ -32,7 +32,7 @@ class Compressor(torch.nn.Module):
     def forward(
         self, x_TD: Tensor, batch: ForwardBatch, meta: CompressedMetadata, tables: RopeTables, state: Tensor | None
     ) -> Tensor:
-        """Entries that the batch completes, one part after the other: [N, K], rotated at the first token of their group.
+        """Entries that the batch completes, part after part: [N, K], rotated at the first token of their group.
 
         state: cache [blocks, rows, 2 width] of the rows of incomplete groups, read and then written; None where every
         part is a whole sequence.

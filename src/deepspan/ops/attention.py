@@ -1,7 +1,7 @@
 """Sparse attention: an interval of raw rows, a set of compressed entries and a sink, in one softmax.
 
-Shapes: T queries, H heads, K head dim, S keys of a block, M selected entries. Queries of all sequences lie one after the
-other; rows and entries are counted in the sequence of the query. One vector per row is both key and value of all heads.
+Shapes: T queries, H heads, K head dim, S keys of a block, M selected entries. Queries of all sequences lie one after
+the other; rows and entries are counted in the sequence of the query. One vector is both key and value of all heads.
 """
 
 from collections.abc import Sequence

@@ -108,7 +108,7 @@ def _attention_metadata(
 def query_blocks(
     parts: Sequence[Part], query_block: int, row_lo: np.ndarray, row_hi: np.ndarray, ratio: int
 ) -> tuple[QueryBlock, ...]:
-    """Cut every part into blocks of at most `query_block` queries. row_lo, row_hi: of all flat rows. ratio: 0 for none."""
+    """Cut every part into blocks of at most `query_block` queries. row_lo, row_hi: of all flat rows. ratio: or 0."""
     blocks: list[QueryBlock] = []
     for sequence, part in enumerate(parts):
         for first in range(part.first, part.last, query_block):

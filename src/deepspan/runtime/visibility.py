@@ -39,7 +39,8 @@ def visible_intervals(start: int, end: int, window: int, spans: Sequence[ImageSp
     for span in spans:
         if span.last < start or span.first >= end:
             continue
-        assert start <= span.first and span.last < end, "a span must be materialised whole before its rows are computed"
+        whole = start <= span.first and span.last < end
+        assert whole, "a span must be materialised whole before its rows are computed"
         inside = slice(span.first - start, span.last + 1 - start)
         lo[inside] = np.minimum(lo[inside], span.first)
         hi[inside] = span.last

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from deepspan.config.engine import EngineConfig
 from deepspan.core.request import Request
-from deepspan.core.step import Chunk, EncoderJob, NewBlocks, StepPlan, StepResult
+from deepspan.core.step import Begin, Chunk, EncoderJob, NewBlocks, StepPlan, StepResult
 from deepspan.errors import InputError
 from deepspan.kv.capacity import in_flight_tokens, request_blocks
 from deepspan.kv.encoder_cache import EncoderCache
@@ -172,7 +172,7 @@ class Scheduler:
             self._preempt(victim, step)
             if victim is sequence:
                 return
-        self._schedule(sequence, sequence.num_computed, end, step, blocks, is_new=False)
+        self._schedule(sequence, sequence.num_computed, end, step, blocks)
 
     def _admit(self, step: _Step) -> None:
         """Start waiting requests in order, up to the first that cannot start now."""
@@ -195,7 +195,9 @@ class Scheduler:
             sequence.row, sequence.num_computed = self._free_rows.pop(), prefix
             if sequence.num_cached is None:
                 sequence.num_cached = prefix
-            self._schedule(sequence, prefix, end, step, blocks, is_new=True)
+            generated = sequence.token_ids[sequence.num_prompt_tokens :]
+            begins = Begin(request=sequence.request, generated=generated)
+            self._schedule(sequence, prefix, end, step, blocks, begins)
 
     def _is_held_back(self, sequence: Sequence) -> bool:
         """Whether the request whose prompt this one shares has still to compute it."""
@@ -229,7 +231,13 @@ class Scheduler:
         return True
 
     def _schedule(
-        self, sequence: Sequence, start: int, end: int, step: _Step, blocks: dict[str, NewBlocks], *, is_new: bool
+        self,
+        sequence: Sequence,
+        start: int,
+        end: int,
+        step: _Step,
+        blocks: dict[str, NewBlocks],
+        begins: Begin | None = None,
     ) -> None:
         assert sequence.row is not None, "only running requests are scheduled"
         if not sequence.is_decoding:
@@ -240,9 +248,10 @@ class Scheduler:
                 row=sequence.row,
                 start=start,
                 end=end,
+                token_ids=sequence.token_ids[start:end],
                 samples=end == len(sequence.token_ids),
-                is_new=is_new,
                 blocks=blocks,
+                begins=begins,
             )
         )
 

@@ -1,0 +1,72 @@
+"""Cache tensors of all layers, and the block tables of the running rows.
+
+Invariants: allocated once, addresses never change; block 0 of every tensor is the null block, which nobody reads or
+writes. Sizes come from `kv.families`. Used by `runtime.step_builder`.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deepspan.config.engine import EngineConfig
+from deepspan.config.model import OVERLAP_RATIO, ModelConfig
+from deepspan.core.step import NewBlocks
+from deepspan.kv.families import Family
+from deepspan.model.batch import LayerCache
+from deepspan.runtime.buffers import Buffer
+
+
+class Caches:
+    """layers: one record per layer. tables: int64 [max_num_seqs, blocks of max_model_len], by family name."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        engine: EngineConfig,
+        families: Sequence[Family],
+        num_blocks: Mapping[str, int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """num_blocks: by family name, null blocks not counted. dtype: of rows; states are fp32."""
+        sizes = {family.name: (num_blocks[family.name] + 1, family.block_rows) for family in families}
+
+        def tensor(family: str, width: int, kind: torch.dtype) -> Tensor:
+            return torch.zeros(*sizes[family], width, dtype=kind, device=device)
+
+        def layer(ratio: int) -> LayerCache:
+            overlap = ratio == OVERLAP_RATIO
+            lanes = 4 if overlap else 2  # values and gates; with overlap of both halves
+            state = tensor(f"state_{ratio}", lanes * config.head_dim, torch.float32) if ratio else None
+            indexed = f"index_{ratio}" if overlap else None
+            return LayerCache(
+                window=tensor("window", config.head_dim, dtype),
+                entries=tensor(f"rows_{ratio}", config.head_dim, dtype) if ratio else None,
+                state=state,
+                index=tensor(indexed, config.index_head_dim, dtype) if indexed else None,
+                index_state=tensor(f"state_{ratio}", 4 * config.index_head_dim, torch.float32) if overlap else None,
+            )
+
+        self.layers = tuple(layer(ratio) for ratio in config.compress_ratios)
+        longest = -(-(engine.max_model_len + engine.num_drafts) // engine.block_tokens)
+        self._tables = {family.name: Buffer((engine.max_num_seqs, longest), device) for family in families}
+
+    @property
+    def tables(self) -> dict[str, Tensor]:
+        return {name: table.device for name, table in self._tables.items()}
+
+    def tables_host(self, family: str) -> np.ndarray:
+        return self._tables[family].host
+
+    def update(self, row: int, blocks: Mapping[str, NewBlocks], *, begins: bool) -> None:
+        """Let blocks join the tables of a row; emptied first if another sequence begins there."""
+        for name, table in self._tables.items():
+            if begins:
+                table.host[row] = 0
+            new = blocks.get(name)
+            if new is not None:
+                table.host[row, new.first : new.first + len(new.blocks)] = new.blocks
+            if begins or new is not None:
+                table.upload_row(row)
