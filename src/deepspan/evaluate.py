@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deepspan.core.request import SamplingParams
+from deepspan.core.sampling import SamplingParams
 from deepspan.llm import LLM
 from deepspan.skills.pictures import draw
 from deepspan.skills.records import Sample, messages_of

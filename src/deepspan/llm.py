@@ -7,8 +7,8 @@
 Not thread-safe: one call at a time.
 """
 
-import secrets
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,16 +16,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from deepspan.config.engine import EngineConfig
 from deepspan.core.output import RequestOutput, TokenEvent
-from deepspan.core.request import Request, SamplingParams
+from deepspan.core.request import Request
+from deepspan.core.sampling import SamplingParams
+from deepspan.engine.core import EngineCore, EngineStats
 from deepspan.engine.inputs import InputBuilder
-from deepspan.engine.outputs import OutputCollector
 from deepspan.errors import ConfigError, InputError
 from deepspan.image.decode import DEFAULT_LIMITS, ImageLimits, ImageMode
+from deepspan.kv.capacity import plan_capacity
+from deepspan.kv.families import cache_families
+from deepspan.kv.manager import CacheManager
 from deepspan.ops.registry import Provider, bind, resolve
-from deepspan.runtime.device import pick_device, pick_dtype
+from deepspan.runtime.caches import Caches
+from deepspan.runtime.device import default_cache_bytes, pick_device, pick_dtype
 from deepspan.runtime.runner import Runner
-from deepspan.runtime.sampler import choose_token
+from deepspan.sched.scheduler import Scheduler
 from deepspan.text.switches import ChatOptions
 from deepspan.text.tokenizer import Tokenizer
 from deepspan.weights.load import Progress, load_model
@@ -45,12 +51,15 @@ class LLM:
         image_mode: ImageMode = "serving",
         image_limits: ImageLimits = DEFAULT_LIMITS,
         providers: Sequence[Provider] = (),
+        engine: EngineConfig | None = None,
+        cache_bytes: int | None = None,
         progress: Progress | None = None,
     ) -> None:
-        """model: checkpoint folder. image_mode: `reference` repeats the release's plain RGB conversion bit for bit.
+        """model: checkpoint folder. engine: limits. cache_bytes: memory for caches, by default a part of the device's.
+
+        image_mode: `reference` repeats the release's plain RGB conversion bit for bit.
 
         providers: implementations of operations to prefer over the torch references, in order.
-
         Raises ConfigError or WeightsError naming what does not fit.
         """
         if image_mode not in get_args(ImageMode):
@@ -66,9 +75,23 @@ class LLM:
             raise ConfigError(
                 f"the tokenizer has ids up to {self.tokenizer.vocab_size - 1}, vocab_size is {self.config.vocab_size}"
             )
-        self._inputs = InputBuilder(self.config, self.tokenizer, image_mode=image_mode, limits=image_limits)
-        self._runner = Runner(loaded, target)
-        self._forbidden = _never_generated(self.tokenizer, self.config.vocab_size).to(target)
+        self.engine = (engine or EngineConfig()).checked(self.config)
+        self._inputs = InputBuilder(
+            self.config,
+            self.tokenizer,
+            max_model_len=self.engine.max_model_len,
+            image_mode=image_mode,
+            limits=image_limits,
+        )
+        families = cache_families(self.config, self.engine.block_tokens, compute.itemsize, self.engine.num_drafts)
+        memory = default_cache_bytes(target) if cache_bytes is None else cache_bytes
+        self.capacity = plan_capacity(families, self.engine, memory)
+        num_blocks = self.capacity.num_blocks
+        forbidden = _never_generated(self.tokenizer, self.config.vocab_size)
+        caches = Caches(self.config, self.engine, families, num_blocks, compute, target)
+        self._runner = Runner(loaded, self.engine, families, caches, target, forbidden, self.tokenizer.special.eos)
+        manager = CacheManager(families, num_blocks, self.engine.prefix_caching)
+        self.core = EngineCore(Scheduler(self.engine, manager), self._runner, self.tokenizer)
 
     def generate(
         self, prompts: str | Sequence[int] | Sequence[str | Sequence[int]], params: SamplingParams | None = None
@@ -107,7 +130,15 @@ class LLM:
     ) -> Iterator[TokenEvent]:
         """Answer a conversation token by token; the last event carries the finish reason."""
         request = self._chat_request(messages, params, options)
-        return self._run([request], [OutputCollector(0, request, self.tokenizer)])
+        if request.params.n != 1:
+            raise InputError("a stream has one choice; use chat or generate for more")
+        (request_id,) = self.core.add(request)
+        return self._stream(request_id)
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counters of the engine since it was made."""
+        return self.core.stats()
 
     def _chat_request(
         self, messages: Sequence[Message], params: SamplingParams | None, options: ChatOptions | None
@@ -116,29 +147,29 @@ class LLM:
         return self._inputs.from_messages(messages, options, params or SamplingParams())
 
     def _finish(self, requests: Sequence[Request]) -> list[RequestOutput]:
-        collectors = [OutputCollector(i, request, self.tokenizer) for i, request in enumerate(requests)]
-        for _ in self._run(requests, collectors):
-            pass
-        return [collector.output() for collector in collectors]
+        ids: list[int] = []
+        try:
+            for request in requests:
+                ids += self.core.add(request)
+            while not all(self.core.is_finished(request_id) for request_id in ids):
+                self.core.step()
+            return [self.core.take(request_id) for request_id in ids]
+        except BaseException:
+            # A refused request, a broken step or an interrupt: nothing is left behind.
+            for request_id in ids:
+                self.core.abort(request_id)
+                self.core.take(request_id)
+            raise
 
-    def _run(self, requests: Sequence[Request], collectors: Sequence[OutputCollector]) -> Iterator[TokenEvent]:
-        seeds = [secrets.randbits(64) if r.params.seed is None else r.params.seed for r in requests]
-        features = [self._runner.encode(request.images) for request in requests]
-        generated: list[list[int]] = [[] for _ in requests]
-        running = list(range(len(requests)))
-        while running:
-            logits = self._runner.next_logits(
-                [requests[i] for i in running], [generated[i] for i in running], [features[i] for i in running]
-            ).masked_fill(self._forbidden, -torch.inf)
-            still_running = []
-            for i, row in zip(running, logits, strict=True):
-                token = choose_token(row, requests[i].params, seeds[i], len(generated[i]))
-                generated[i].append(token)
-                event = collectors[i].push(token)
-                if event.finish_reason is None:
-                    still_running.append(i)
-                yield event
-            running = still_running
+    def _stream(self, request_id: int) -> Iterator[TokenEvent]:
+        try:
+            while not self.core.is_finished(request_id):
+                for event in self.core.step():
+                    if event.request == request_id:
+                        yield replace(event, request=0)
+        finally:
+            self.core.abort(request_id)
+            self.core.take(request_id)
 
 
 def _is_one_prompt(prompts: object) -> bool:

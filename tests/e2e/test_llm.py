@@ -13,13 +13,9 @@ from PIL import Image
 
 import deepspan
 from deepspan import LLM, ChatOptions, SamplingParams
-from deepspan.engine.inputs import InputBuilder
 from deepspan.errors import ConfigError, ImageError, InputError, WeightsError
 from deepspan.image.decode import ImageLimits
-from deepspan.runtime.runner import Runner
 from deepspan.text import special
-from deepspan.text.tokenizer import Tokenizer
-from deepspan.weights.load import load_model
 from deepspan.weights.tiny import write_tiny
 
 SHORT = SamplingParams(max_tokens=6, ignore_eos=True)
@@ -41,13 +37,17 @@ def script(llm, monkeypatch):
     """Make the model say given ids: one list per request, told apart by the last token of its prompt."""
 
     def install(**lines):
-        def next_logits(requests, generated, features):
-            logits = torch.zeros(len(requests), llm.config.vocab_size)
-            for row, request, tokens in zip(logits, requests, generated, strict=True):
-                row[lines[chr(llm.tokenizer.bytes_of(int(request.token_ids[-1]))[0])][len(tokens)]] = 9.0
-            return logits
+        def forward(inputs, _failed):
+            found = []
+            for chunk, _ in inputs:
+                row = llm._runner._rows[chunk.row]
+                line = lines[chr(llm.tokenizer.bytes_of(int(row.request.token_ids[-1]))[0])]
+                logits = torch.zeros(1, llm.config.vocab_size)
+                logits[0, line[len(row.generated)]] = 9.0
+                found.append((chunk, logits))
+            return found
 
-        monkeypatch.setattr(llm._runner, "next_logits", next_logits)
+        monkeypatch.setattr(llm._runner, "_forward", forward)
 
     return install
 
@@ -150,13 +150,13 @@ def test_output_never_holds_image_tokens_or_ids_without_a_token(llm, monkeypatch
     special_ids = llm.tokenizer.special
     forbidden = [special_ids.image, *range(special_ids.sentinel_base, special_ids.sentinel_base + 5), PADDED_VOCAB - 1]
 
-    def next_logits(requests, generated, features):
-        logits = torch.zeros(len(requests), llm.config.vocab_size)
+    def forward(inputs, _failed):
+        logits = torch.zeros(1, llm.config.vocab_size)
         logits[:, forbidden] = 50.0
         logits[:, 65] = 1.0
-        return logits
+        return [(chunk, logits) for chunk, _ in inputs]
 
-    monkeypatch.setattr(llm._runner, "next_logits", next_logits)
+    monkeypatch.setattr(llm._runner, "_forward", forward)
     assert llm.generate("x", SHORT)[0].token_ids == (65,) * 6
     drawn = llm.generate(["x"] * 8, SamplingParams(max_tokens=30, temperature=1e6, ignore_eos=True))
     assert not {token for output in drawn for token in output.token_ids} & set(forbidden)
@@ -186,12 +186,20 @@ def test_stream_of_a_bad_request_is_refused_at_once(llm):
 # --- images
 
 
-def _first_logits(folder, conversation, dtype=torch.float32):
-    loaded = load_model(folder, dtype=dtype)
-    inputs = InputBuilder(loaded.config, Tokenizer(folder, vision=True))
-    request = inputs.from_messages(conversation, ChatOptions(effort="none"), SHORT)
-    runner = Runner(loaded, torch.device("cpu"))
-    return runner.next_logits([request], [[]], [runner.encode(request.images)])[0]
+def _first_logits(folder, conversation, dtype="float32"):
+    """Logits after the prompt."""
+    llm = LLM(folder, dtype=dtype)
+    forward, seen = llm._runner._forward, []
+
+    def spy(inputs, failed):
+        found = forward(inputs, failed)
+        seen.extend(logits[-1].clone() for _, logits in found)
+        return found
+
+    llm._runner._forward = spy
+    llm.chat(conversation, SamplingParams(max_tokens=1))
+    assert len(seen) == 1
+    return seen[0]
 
 
 def test_logits_depend_on_the_picture_and_on_which_stands_where(model_folder):
@@ -235,7 +243,7 @@ def test_text_model_answers_text_and_refuses_images(text_folder):
 
 
 def test_batch_with_one_bad_request_is_refused_before_anything_runs(llm, monkeypatch):
-    monkeypatch.setattr(llm._runner, "next_logits", None)
+    monkeypatch.setattr(llm._runner, "_forward", None)
     with pytest.raises(InputError, match="the prompt is empty"):
         llm.generate(["a", ""], SHORT)
     with pytest.raises(ImageError, match=r"messages\[0\]\.content\[0\]"):
@@ -296,7 +304,7 @@ def test_bfloat16_run_answers_and_stays_near_float32(model_folder):
     conversation = CONVERSATIONS[2]
     output = LLM(model_folder, dtype="bfloat16").chat(conversation, SHORT)
     assert len(output.token_ids) == 6
-    exact, rough = (_first_logits(model_folder, conversation, dtype) for dtype in (torch.float32, torch.bfloat16))
+    exact, rough = (_first_logits(model_folder, conversation, dtype) for dtype in ("float32", "bfloat16"))
     assert rough.dtype == torch.float32
     assert torch.cosine_similarity(exact, rough, dim=0) > 0.99
 

@@ -19,7 +19,7 @@ from deepspan.runtime.caches import Caches
 from deepspan.runtime.step_builder import ChunkInput, StepBuilder
 
 BOUND = 1e-5
-DEVICE = torch.device("cpu")
+CPU = torch.device("cpu")
 PARTS = [[5, (12, 15), 30, (6, 6), 9], [70], [3, (9, 9), (6, 12), 40], [33]]
 
 
@@ -38,8 +38,8 @@ class Paged:
         for pool in self.manager.pools.values():
             for block in rng.permutation(list(pool._free)).tolist():
                 pool._free.move_to_end(block)
-        self.caches = Caches(model.config, self.engine, self.families, counts, torch.float32, DEVICE)
-        self.builder = StepBuilder(model.config, self.engine, self.families, self.caches, DEVICE)
+        self.caches = Caches(model.config, self.engine, self.families, counts, torch.float32, CPU)
+        self.builder = StepBuilder(model.config, self.engine, self.families, self.caches, CPU)
         self.features = {}
 
     def open(self, key, prompt, identities=None):
@@ -56,10 +56,8 @@ class Paged:
         """chunks: (key, row, prompt, start, end, prefix or None to go on). Returns fp32 logits of every row."""
         inputs = []
         for key, row, prompt, start, end, prefix in chunks:
-            if prefix is not None:
-                new = self.manager.admit(key, prefix, end, end)
-            else:
-                new = self.manager.extend(key, end)
+            admit, extend = self.manager.admit, self.manager.extend
+            new = extend(key, end) if prefix is None else admit(key, prefix, end, end)
             assert new is not None
             self.caches.update(row, new, begins=prefix is not None)
             kinds, features = prompt.kinds[start:end], None

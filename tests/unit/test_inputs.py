@@ -11,7 +11,7 @@ from released import flash_vision
 
 from deepspan.config.model import parse_model_config
 from deepspan.core.media import ImageSpan, PreparedImage, TokenKind
-from deepspan.core.request import SamplingParams
+from deepspan.core.sampling import SamplingParams
 from deepspan.engine.inputs import InputBuilder, expand_images
 from deepspan.errors import ImageError, InputError
 from deepspan.image.decode import ImageLimits
@@ -283,7 +283,7 @@ def test_request_must_leave_room_for_its_new_tokens(builder, num_tokens, fits):
     if fits:
         assert len(builder.from_prompt(ids, PARAMS).token_ids) == num_tokens
     else:
-        with pytest.raises(InputError, match="197 prompt tokens and max_tokens 4 are more than the model's 200"):
+        with pytest.raises(InputError, match="197 prompt tokens and max_tokens 4 are more than max_model_len 200"):
             builder.from_prompt(ids, PARAMS)
 
 

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from deepspan.core.request import Request, SamplingParams
+from deepspan.core.request import Request
+from deepspan.core.sampling import SamplingParams
 from deepspan.engine.outputs import OutputCollector
 from deepspan.text import special
 from deepspan.text.tiny_tokenizer import write_tiny_tokenizer

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from deepspan.core.media import ImageSpan, PreparedImage
-from deepspan.core.request import Request, SamplingParams, check_spans
+from deepspan.core.request import Request, check_spans
+from deepspan.core.sampling import SamplingParams
 from deepspan.errors import InputError
 from deepspan.image.layout import image_block
 

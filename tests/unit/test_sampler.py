@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspan.core.request import SamplingParams
+from deepspan.core.sampling import SamplingParams
 from deepspan.runtime.sampler import choose_token, token_distribution, uniform
 
 PROBS = (0.05, 0.4, 0.15, 0.1, 0.3)

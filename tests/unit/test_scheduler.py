@@ -91,7 +91,7 @@ def test_second_request_with_the_same_image_encodes_nothing():
     scheduler.add(0, request([1], image("cat", 8)))
     scheduler.add(1, request([2, 2], image("cat", 8)))
     plan = scheduler.plan()
-    assert [job.digest for job in plan.encoder_jobs] == ["cat"]
+    assert [job.image.digest for job in plan.encoder_jobs] == ["cat"]
     assert len(plan.chunks) == 2
 
 
@@ -101,9 +101,9 @@ def test_more_images_than_the_encoder_keeps_are_served_one_after_the_other():
     jobs = []
     for _ in range(3):
         plan = scheduler.plan()
-        jobs.append([job.image for job in plan.encoder_jobs])
+        jobs.append([job.image.digest for job in plan.encoder_jobs])
         scheduler.commit(plan, StepResult(tokens={0: 7} if plan.chunks[0].samples else {}))
-    assert jobs == [[0], [1], [2]]
+    assert jobs == [["a"], ["b"], ["c"]]
 
 
 def test_third_full_request_waits_where_two_fit():

@@ -9,7 +9,7 @@ from typing import Any, cast, get_args
 
 from deepspan.bundled import bundled_model
 from deepspan.cli.progress import counting, notes
-from deepspan.core.request import SamplingParams
+from deepspan.core.sampling import SamplingParams
 from deepspan.errors import InputError
 from deepspan.image.decode import ImageMode
 from deepspan.llm import LLM

@@ -4,21 +4,44 @@ Invariant: the deltas of a request's events joined are the texts of its output, 
 Made by `engine.outputs`, read by `llm` and the command line.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs:
+    """Natural logarithms of probabilities. rank: of the token, from 1. top: (token id, logprob), most likely first."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptLogprobs:
+    """Of prompt tokens one after the other. first: position of the first of them."""
+
+    first: int
+    tokens: tuple[TokenLogprobs, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenEvent:
-    """One new token of one request. text and reasoning are deltas; finish_reason is set on the terminal event only."""
+    """One new token of one request. text and reasoning are deltas; finish_reason is set on the terminal event only.
+
+    token_id: None where a request ends without a new token (aborted or failed). error: what failed.
+    """
 
     request: int
-    token_id: int
+    token_id: int | None
     text: str
     reasoning: str
     finish_reason: FinishReason | None
+    logprobs: TokenLogprobs | None = None
+    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +50,10 @@ class RequestOutput:
 
     text: the answer. reasoning: what came before the closing think tag, empty in chat mode. token_ids: all generated
     ids, the end-of-sentence token included. num_image_tokens: prompt tokens that belong to images, pads included.
+    num_cached_tokens: prompt tokens that were taken from the prefix cache; answers are equal whatever it is.
+    stop: the string or token id that ended it.
+    logprobs: of each new token; prompt_logprobs: of each prompt token after the first; None unless asked for.
+    error: why it failed, with finish_reason "error".
     """
 
     text: str
@@ -35,3 +62,8 @@ class RequestOutput:
     finish_reason: FinishReason
     num_prompt_tokens: int
     num_image_tokens: int
+    num_cached_tokens: int = field(default=0, compare=False)
+    stop: str | int | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    error: str | None = None

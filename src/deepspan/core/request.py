@@ -1,51 +1,16 @@
-"""Requests and sampling parameters: validated when built, never changed afterwards.
+"""Requests: validated when built, never changed afterwards.
 
 A request is complete: ids and kinds of the expanded prompt, spans, prepared images. Progress lives elsewhere.
 Made by `engine.inputs`, read by everything after it.
 """
 
-import sys
 from dataclasses import dataclass
 
 import numpy as np
 
 from deepspan.core.media import ImageSpan, PreparedImage, TokenKind
+from deepspan.core.sampling import SamplingParams
 from deepspan.errors import InputError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
-    """How tokens are chosen.
-
-    temperature: 0 is greedy. top_k: 0 keeps all. top_p, min_p: 1 and 0 keep all. max_tokens: new tokens at most.
-    seed: of the request's own random stream; None draws one when the request is built by the engine.
-    ignore_eos: go on after the end-of-sentence token (benchmarks).
-    Raises InputError naming the parameter.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    max_tokens: int = 256
-    seed: int | None = None
-    ignore_eos: bool = False
-
-    def __post_init__(self) -> None:
-        for name, low, high in (("temperature", 0.0, sys.float_info.max), ("top_p", 0.0, 1.0), ("min_p", 0.0, 1.0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-                raise InputError(f"{name} must be a number from {low:g} to {high:g}, found {value!r}")
-        if self.top_p == 0:
-            raise InputError("top_p must be above 0")
-        for name, least in (("top_k", 0), ("max_tokens", 1)):
-            value = getattr(self, name)
-            if not _is_integer(value) or value < least:
-                raise InputError(f"{name} must be an integer of at least {least}, found {value!r}")
-        if self.seed is not None and not (_is_integer(self.seed) and 0 <= self.seed < 2**64):
-            raise InputError(f"seed must be an integer from 0 to 2^64 - 1, found {self.seed!r}")
-        if not isinstance(self.ignore_eos, bool):
-            raise InputError(f"ignore_eos must be true or false, found {self.ignore_eos!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +18,8 @@ class Request:
     """One prompt, expanded, with its images.
 
     token_ids: int64 [T]; image tokens carry sentinel ids. kinds: int8 [T]. spans and images: one each per image, in
-    order. cache_salt: requests with different salts never share cached prefixes.
+    order. cache_salt: requests with different salts never share cached prefixes. choice: number among the choices of a
+    prompt, which draw from streams of their own.
     Raises InputError if spans, kinds and images do not describe the same prompt.
     """
 
@@ -63,6 +29,7 @@ class Request:
     images: tuple[PreparedImage, ...]
     params: SamplingParams
     cache_salt: bytes = b""
+    choice: int = 0
 
     def __post_init__(self) -> None:
         if len(self.token_ids) == 0:
@@ -76,10 +43,6 @@ class Request:
         num_rows = sum(len(image.block.encoder_rows) for image in self.images)
         if num_slots != num_rows:
             raise InputError(f"the prompt has {num_slots} image tokens, its images have {num_rows} encoder rows")
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def check_spans(spans: tuple[ImageSpan, ...], kinds: np.ndarray) -> None:

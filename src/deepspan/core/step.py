@@ -6,6 +6,8 @@ A plan says everything: the runtime keeps no queue and decides nothing. Made by 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from deepspan.core.media import PreparedImage
+from deepspan.core.output import PromptLogprobs, TokenLogprobs
 from deepspan.core.request import Request
 
 
@@ -46,11 +48,10 @@ class Begin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderJob:
-    """Encode image number `image` of a request and keep the rows under its digest."""
+    """Encode an image and keep the rows under its digest. request_id: whose fault it is if that fails."""
 
     request_id: int
-    image: int
-    digest: str
+    image: PreparedImage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +70,12 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """tokens: chosen by each chunk that samples. failed: requests that this step could not serve, with the reason."""
+    """By request id. tokens: chosen by each chunk that samples. failed: what this step could not serve, and why.
+
+    logprobs, prompt_logprobs: of requests that ask for them.
+    """
 
     tokens: Mapping[int, int]
     failed: Mapping[int, str] = field(default_factory=dict)
+    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: Mapping[int, PromptLogprobs] = field(default_factory=dict)

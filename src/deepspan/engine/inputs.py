@@ -13,7 +13,8 @@ from PIL import Image
 
 from deepspan.config.model import ModelConfig
 from deepspan.core.media import ImageSpan, PreparedImage, TokenKind
-from deepspan.core.request import Request, SamplingParams
+from deepspan.core.request import Request
+from deepspan.core.sampling import SamplingParams
 from deepspan.errors import ImageError, InputError
 from deepspan.image.decode import DEFAULT_LIMITS, ImageLimits, ImageMode
 from deepspan.image.layout import num_lead_pads, place
@@ -32,10 +33,13 @@ class InputBuilder:
         config: ModelConfig,
         tokenizer: Tokenizer,
         *,
+        max_model_len: int | None = None,
         image_mode: ImageMode = "serving",
         limits: ImageLimits = DEFAULT_LIMITS,
     ) -> None:
+        """max_model_len: tokens of prompt and output together, by default what the model was made for."""
         self._config, self._tokenizer = config, tokenizer
+        self._max_model_len = max_model_len or config.max_position_embeddings
         self._image_mode, self._limits = image_mode, limits
 
     def from_messages(
@@ -79,10 +83,10 @@ class InputBuilder:
 
     def _request(self, ids: Sequence[int], images: Sequence[PreparedImage], params: SamplingParams) -> Request:
         token_ids, kinds, spans = expand_images(ids, images, self._tokenizer)
-        limit = self._config.max_position_embeddings
+        limit = self._max_model_len
         if len(token_ids) + params.max_tokens > limit:
             raise InputError(
-                f"{len(token_ids)} prompt tokens and max_tokens {params.max_tokens} are more than the model's {limit}"
+                f"{len(token_ids)} prompt tokens and max_tokens {params.max_tokens} are more than max_model_len {limit}"
             )
         return Request(token_ids=token_ids, kinds=kinds, spans=spans, images=tuple(images), params=params)
 

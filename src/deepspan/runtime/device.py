@@ -4,6 +4,8 @@
 emulated and slower. Called by `llm`.
 """
 
+import os
+
 import torch
 
 from deepspan.errors import ConfigError
@@ -33,3 +35,12 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     if name not in DTYPES:
         raise ConfigError(f"dtype must be auto, {' or '.join(DTYPES)}, found {name!r}")
     return DTYPES[name]
+
+
+def default_cache_bytes(device: torch.device) -> int:
+    """Memory that caches may take unless something else is said: an eighth of the machine's, or half of what is free on
+    an accelerator once the weights are there."""
+    if device.type == "cpu":
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 8
+    free, _ = torch.accelerator.get_memory_info(device)
+    return free // 2

@@ -1,46 +1,201 @@
-"""Runs the network for a set of requests: encodes their images once, then logits for their next tokens.
+"""Runs the steps that the scheduler plans: encodes images, fills caches, chooses tokens.
 
-Each call recomputes every sequence from its start: simple, and the meaning that cached execution has to keep. Called by
-`llm`.
+Owns what a running request is to the device: its row of the block tables, the tokens that sampling looks at, and the
+encoder rows of images by digest. Invariants: a request that fails in any part of a step is reported alone, with the
+tokens of all others unchanged; nothing is decided here that the plan has not decided. Called by `engine.core`.
 """
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from deepspan.config.engine import EngineConfig
 from deepspan.core.media import PreparedImage, TokenKind
+from deepspan.core.output import PromptLogprobs, TokenLogprobs
 from deepspan.core.request import Request
-from deepspan.runtime.batch_builder import SequenceInput, build_batch
+from deepspan.core.step import Chunk, EncoderJob, StepPlan, StepResult
+from deepspan.errors import InputError
+from deepspan.kv.families import Family
+from deepspan.runtime.caches import Caches
+from deepspan.runtime.sampler import adjusted_logits, choose_token, token_logprobs
+from deepspan.runtime.step_builder import ChunkInput, StepBuilder
+from deepspan.runtime.visibility import check_chunk
 from deepspan.weights.load import LoadedModel
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Row:
+    """A running request, and its tokens after the prompt."""
+
+    request: Request
+    generated: list[int]
 
 
 class Runner:
-    """One model on one device."""
+    """One model on one device, with its caches."""
 
-    def __init__(self, model: LoadedModel, device: torch.device) -> None:
-        self._config, self._network, self._device = model.config, model.network, device
+    def __init__(
+        self,
+        model: LoadedModel,
+        engine: EngineConfig,
+        families: Sequence[Family],
+        caches: Caches,
+        device: torch.device,
+        forbidden_V: Tensor,
+        eos: int,
+    ) -> None:
+        """forbidden_V: bool, tokens that are never generated."""
+        self._network, self._device, self._caches = model.network, device, caches
+        self._longest_span = model.config.vision.max_n_token if model.config.vision is not None else 0
+        self._builder = StepBuilder(model.config, engine, families, caches, device)
+        self._forbidden, self._eos = forbidden_V.to(device), eos
+        self._rows: dict[int, _Row] = {}
+        self._features: dict[str, Tensor] = {}
 
     @torch.inference_mode()
-    def encode(self, images: Sequence[PreparedImage]) -> Tensor | None:
-        """Encoder rows of a request's images in emission order: [F, D], None without images."""
-        if not images:
-            return None
+    def run(self, plan: StepPlan) -> StepResult:
+        """One step. Requests that fail are named in the result; for the others it is as if they had not been there."""
+        for digest in plan.dropped:
+            self._features.pop(digest, None)
+        for chunk in plan.chunks:
+            self._begin(chunk)
+        failed: dict[int, str] = {}
+        self._encode(plan.encoder_jobs, failed)
+        inputs: list[tuple[Chunk, ChunkInput]] = []
+        for chunk in plan.chunks:
+            with _alone(chunk.request_id, failed):
+                inputs.append((chunk, self._input(chunk)))
+        tokens: dict[int, int] = {}
+        logprobs: dict[int, TokenLogprobs] = {}
+        prompt_logprobs: dict[int, PromptLogprobs] = {}
+        for chunk, logits in self._forward(inputs, failed):
+            with _alone(chunk.request_id, failed):
+                if (prompt := self._prompt_logprobs(chunk, logits)) is not None:
+                    prompt_logprobs[chunk.request_id] = prompt
+                if chunk.samples:
+                    token, about = self._sample(chunk, logits[-1])
+                    tokens[chunk.request_id] = token
+                    if about is not None:
+                        logprobs[chunk.request_id] = about
+        return StepResult(tokens=tokens, failed=failed, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+
+    def _begin(self, chunk: Chunk) -> None:
+        self._caches.update(chunk.row, chunk.blocks, begins=chunk.begins is not None)
+        if chunk.begins is not None:
+            self._rows[chunk.row] = _Row(request=chunk.begins.request, generated=list(chunk.begins.generated))
+
+    def _encode(self, jobs: Sequence[EncoderJob], failed: dict[int, str]) -> None:
+        """Encode the step's images together; if that fails, one by one, so that only the faulty ones are missing."""
+        try:
+            self._encode_together(jobs)
+        except Exception:
+            log.exception("encoding %d images together failed", len(jobs))
+            for job in jobs:
+                with _alone(job.request_id, failed):
+                    self._encode_together([job])
+
+    def _encode_together(self, jobs: Sequence[EncoderJob]) -> None:
+        if not jobs:
+            return
+        images = [job.image for job in jobs]
         patches = torch.from_numpy(np.concatenate([image.patches for image in images])).to(self._device)
         rows = self._network.encode_images(patches, [(image.grid_rows, image.grid_cols) for image in images])
-        return emission_order(rows, images)
+        counts = [len(image.block.encoder_rows) for image in images]
+        ordered = emission_order(rows, images).split(counts)
+        self._features |= {job.image.digest: part for job, part in zip(jobs, ordered, strict=True)}
 
-    @torch.inference_mode()
-    def next_logits(
-        self, requests: Sequence[Request], generated: Sequence[Sequence[int]], features: Sequence[Tensor | None]
-    ) -> Tensor:
-        """fp32 [requests, V]: logits after each request's prompt and the tokens generated so far."""
-        sequences = [
-            _sequence(request, tokens, rows)
-            for request, tokens, rows in zip(requests, generated, features, strict=True)
+    def _input(self, chunk: Chunk) -> ChunkInput:
+        """Raises InputError if the chunk cuts an image, KeyError if an image was not encoded."""
+        request, (start, end) = self._rows[chunk.row].request, (chunk.start, chunk.end)
+        check_chunk(start, end, request.spans, self._longest_span)
+        own = request.kinds[start:end]
+        kinds = np.concatenate((own, np.full(end - start - len(own), TokenKind.TEXT, dtype=np.int8)))
+        inside = [
+            image
+            for span, image in zip(request.spans, request.images, strict=True)
+            if start <= span.offset and span.last < end
         ]
-        return self._network(build_batch(sequences, self._config, self._device)).logits
+        for image in inside:
+            if image.digest not in self._features:
+                raise InputError("an image of the request could not be encoded")
+        scored = min(end, len(request.token_ids) - 1)
+        if request.params.prompt_logprobs is None or start >= scored:
+            wanted = range(end - 1, end) if chunk.samples else range(0)
+        else:
+            wanted = range(start, end if chunk.samples else scored)
+        return ChunkInput(
+            row=chunk.row,
+            start=start,
+            end=end,
+            token_ids=np.asarray(chunk.token_ids, dtype=np.int64),
+            kinds=kinds,
+            spans=request.spans,
+            features=torch.cat([self._features[image.digest] for image in inside]) if inside else None,
+            wanted=wanted,
+        )
+
+    def _forward(
+        self, inputs: Sequence[tuple[Chunk, ChunkInput]], failed: dict[int, str]
+    ) -> list[tuple[Chunk, Tensor]]:
+        """Logits of each chunk's wanted rows: fp32 [rows, V]. If all together fail, each is tried alone."""
+        if not inputs:
+            return []
+        counts = [len(given.wanted) for _, given in inputs]
+        try:
+            logits = self._network(self._builder.build([given for _, given in inputs])).logits
+        except Exception as error:
+            if len(inputs) > 1:
+                log.exception("a step of %d requests failed; each runs alone now", len(inputs))
+                return [found for one in inputs for found in self._forward([one], failed)]
+            log.exception("request %d failed", inputs[0][0].request_id)
+            failed[inputs[0][0].request_id] = f"{type(error).__name__}: {error}"
+            return []
+        return [(chunk, rows) for (chunk, _), rows in zip(inputs, logits.split(counts), strict=True)]
+
+    def _prompt_logprobs(self, chunk: Chunk, logits: Tensor) -> PromptLogprobs | None:
+        request = self._rows[chunk.row].request
+        count = request.params.prompt_logprobs
+        last = min(chunk.end, len(request.token_ids) - 1)
+        if count is None or chunk.start >= last:
+            return None
+        following = request.token_ids[chunk.start + 1 : last + 1].tolist()
+        found = (token_logprobs(row, token, count) for row, token in zip(logits, following, strict=False))
+        return PromptLogprobs(first=chunk.start + 1, tokens=tuple(found))
+
+    def _sample(self, chunk: Chunk, logits_V: Tensor) -> tuple[int, TokenLogprobs | None]:
+        row = self._rows[chunk.row]
+        request, params = row.request, row.request.params
+        masked = logits_V.masked_fill(self._forbidden, -torch.inf)
+        if not params.is_plain_greedy:
+            ends = {self._eos, *params.stop_token_ids}
+            adjusted = adjusted_logits(masked, params, request.token_ids, row.generated, ends)
+        else:
+            adjusted = masked
+        assert params.seed is not None or params.temperature == 0, "a sampled request has a seed"
+        stream = (params.seed or 0) + (request.choice << 64)
+        token = choose_token(adjusted, params, stream, len(row.generated))
+        row.generated.append(token)
+        about = token_logprobs(masked, token, params.logprobs) if params.logprobs is not None else None
+        return token, about
+
+
+@contextmanager
+def _alone(request_id: int, failed: dict[int, str]) -> Generator[None]:
+    """Whatever goes wrong inside belongs to one request."""
+    try:
+        yield
+    except InputError as error:
+        failed[request_id] = str(error)
+    except Exception as error:
+        log.exception("request %d failed", request_id)
+        failed[request_id] = f"{type(error).__name__}: {error}"
 
 
 def emission_order(rows: Tensor, images: Sequence[PreparedImage]) -> Tensor:
@@ -51,11 +206,3 @@ def emission_order(rows: Tensor, images: Sequence[PreparedImage]) -> Tensor:
         for part, image in zip(rows.split(counts), images, strict=True)
     ]
     return torch.cat(parts)
-
-
-def _sequence(request: Request, generated: Sequence[int], features: Tensor | None) -> SequenceInput:
-    token_ids = np.concatenate((request.token_ids, np.asarray(generated, dtype=np.int64)))
-    kinds = np.concatenate((request.kinds, np.full(len(generated), TokenKind.TEXT, dtype=np.int8)))
-    return SequenceInput(
-        token_ids=token_ids, kinds=kinds, spans=request.spans, features=features, wanted=(len(token_ids) - 1,)
-    )

@@ -1,15 +1,17 @@
 """Choosing the next token of a request from its logits.
 
-Invariant: the choice depends on the request's own logits, parameters, seed and number of tokens so far, never on batch
-mates: random numbers come from a counter-based stream, one number per token, and greedy requests draw none.
+Invariant: the choice depends on the request's own logits, tokens, parameters and seed, never on batch mates: random numbers come from a counter-based stream, one number per token, and greedy requests draw none.
 Called by `runtime.runner`.
 """
+
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from deepspan.core.request import SamplingParams
+from deepspan.core.output import TokenLogprobs
+from deepspan.core.sampling import SamplingParams
 
 
 def choose_token(logits_V: Tensor, params: SamplingParams, seed: int, num_generated: int) -> int:
@@ -21,6 +23,49 @@ def choose_token(logits_V: Tensor, params: SamplingParams, seed: int, num_genera
     point = uniform(seed, num_generated) * float(cumulative[-1])
     index = int(torch.searchsorted(cumulative, torch.tensor(point, dtype=cumulative.dtype), right=True))
     return int(ids[min(index, len(ids) - 1)])
+
+
+def adjusted_logits(
+    logits_V: Tensor,
+    params: SamplingParams,
+    prompt: Sequence[int] | np.ndarray,
+    generated: Sequence[int],
+    ends: Collection[int],
+) -> Tensor:
+    """Logits after bias, penalties, bad words and the minimum length: a new tensor, fp32 [V].
+
+    prompt, generated: token ids so far. ends: ids that end the text.
+    """
+    logits = logits_V.clone()
+    for token, bias in params.logit_bias.items():
+        logits[token] += bias
+    if params.repetition_penalty != 1:
+        seen = torch.tensor(sorted({*np.asarray(prompt).tolist(), *generated}), device=logits.device)
+        seen = seen[seen < len(logits)]
+        known = logits[seen]
+        logits[seen] = torch.where(known > 0, known / params.repetition_penalty, known * params.repetition_penalty)
+    if (params.presence_penalty or params.frequency_penalty) and generated:
+        tokens, counts = torch.tensor(generated, device=logits.device).unique(return_counts=True)
+        logits[tokens] -= params.presence_penalty + params.frequency_penalty * counts
+    for word in params.bad_words:
+        head = list(word[:-1])
+        if not head or list(generated[-len(head) :]) == head:
+            logits[word[-1]] = -torch.inf
+    if len(generated) < params.min_tokens:
+        logits[list(ends)] = -torch.inf
+    return logits
+
+
+def token_logprobs(logits_V: Tensor, token_id: int, count: int) -> TokenLogprobs:
+    """Log-probabilities, before any parameter acts, of a token and of the `count` most likely ones."""
+    logprobs = logits_V.double().log_softmax(0)
+    top = logprobs.sort(descending=True, stable=True).indices[:count].tolist()
+    return TokenLogprobs(
+        token_id=token_id,
+        logprob=float(logprobs[token_id]),
+        rank=int((logprobs > logprobs[token_id]).sum()) + 1,
+        top=tuple((token, float(logprobs[token])) for token in top),
+    )
 
 
 def token_distribution(logits_V: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:

@@ -104,6 +104,9 @@ class Scheduler:
             if sequence is None:  # aborted while the step ran
                 continue
             if chunk.request_id in result.failed:
+                # Its images may be what failed: whoever comes next has them encoded anew.
+                for digest in sequence.held:
+                    self._encoder.forget(digest)
                 self._end(sequence)
                 continue
             sequence.num_computed = chunk.end
@@ -120,10 +123,6 @@ class Scheduler:
         if sequence is not None:
             self._end(sequence)
         return sequence is not None
-
-    def forget_image(self, digest: str) -> None:
-        """An image could not be encoded: nobody shall find it."""
-        self._encoder.forget(digest)
 
     def check(self) -> None:
         """Prove that nothing is leaked. Between steps only."""
@@ -181,7 +180,9 @@ class Scheduler:
                 return
             if self._is_held_back(sequence):
                 continue
-            prefix = self._cache.find_prefix(sequence.request_id)
+            # The logits of a prompt's tokens come from computing them.
+            scored = sequence.request.params.prompt_logprobs is not None
+            prefix = 0 if scored else self._cache.find_prefix(sequence.request_id)
             end = self._chunk_end(sequence, prefix, step)
             blocks = None
             if end > prefix:
@@ -223,8 +224,7 @@ class Scheduler:
         if image.digest in self._encoder:
             self._encoder.hold(image.digest, sequence.request_id)
         elif self._encoder.reserve(image.digest, len(image.block.encoder_rows), sequence.request_id):
-            job = EncoderJob(request_id=sequence.request_id, image=number, digest=image.digest)
-            step.jobs.append(job)
+            step.jobs.append(EncoderJob(request_id=sequence.request_id, image=image))
         else:
             return False
         sequence.held.add(image.digest)
