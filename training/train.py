@@ -15,12 +15,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from deepspan.config.model import load_model_config
+from deepspan.core.media import PreparedImage
 from deepspan.model.attention import Indexer
 from deepspan.model.network import DeepseekV4
 from deepspan.runtime.batch_builder import SequenceInput, build_batch
@@ -35,6 +37,9 @@ from training.recipe import TEXT_EXPERTS, new_network, raw_config
 from training.tokenizer import write_tokenizer
 
 SEEN = {"page": 4.0, "scene": 1.0, "reading": 0.5}  # what the tower is warmed up with
+PROBES = ("probe", "places")  # heads that training alone has
+PLACES = 6  # parts of a picture's width and height
+PLACE_LAYER = 1
 CLASSES = (len(SHAPE_CLASSES), len(COLOUR_CLASSES), *3 * (len(CHARACTER_CLASSES),))
 
 
@@ -51,6 +56,7 @@ class Schedule:
     adam_rate: float = 1e-3
     index_weight: float = 0.3
     cell_weight: float = 0.3
+    place_weight: float = 0.3
     balance_rate: float = 1e-3
     seed: int = 1
     bf16: bool = True
@@ -79,11 +85,17 @@ class Trainer:
         for module in self.network.modules():
             if isinstance(module, Indexer):  # its loss moves the indexer alone
                 module.register_forward_pre_hook(lambda _, args: (args[0].detach(), args[1].detach(), *args[2:]))
+        # Which part of its picture an image row lies in, asked of the streams before the first compressed layer: the
+        # tower knows distances only, so the network has to work places out from the tokens around the rows.
+        self.places = nn.Linear(self.config.hidden_size, 2 * PLACES)
         named = dict(self.network.named_parameters())
         self.muon = Muon([p for n, p in named.items() if uses_muon(n, p)], schedule.muon_rate, 0.95, 0.01)
         adam = [p for n, p in named.items() if not uses_muon(n, p) and "gate.bias" not in n]
         self.adam = torch.optim.AdamW(
-            [*adam, *self.probe.parameters()], schedule.adam_rate, (0.9, 0.95), weight_decay=0
+            [*adam, *self.probe.parameters(), *self.places.parameters()],
+            schedule.adam_rate,
+            (0.9, 0.95),
+            weight_decay=0,
         )
         self.step, self.next_sample = 0, 0
         self.meters: dict[str, list[float]] = defaultdict(list)
@@ -92,6 +104,7 @@ class Trainer:
         return {
             "network": self.network.state_dict(),
             "probe": self.probe.state_dict(),
+            "places": self.places.state_dict(),
             "muon": self.muon.state_dict(),
             "adam": self.adam.state_dict(),
             "step": self.step,
@@ -109,6 +122,7 @@ class Trainer:
             state = torch.load(file)
             self.network.load_state_dict(state["network"])
             self.probe.load_state_dict(state["probe"])
+            self.places.load_state_dict(state["places"])
             self.muon.load_state_dict(state["muon"])
             self.adam.load_state_dict(state["adam"])
             self.step, self.next_sample = state["step"], state["next_sample"]
@@ -118,8 +132,9 @@ class Trainer:
         tensors = {
             name: value.float() if value.is_floating_point() else value for name, value in load_file(file).items()
         }
-        probe = {name.removeprefix("probe."): tensors.pop(name) for name in list(tensors) if name.startswith("probe.")}
-        self.probe.load_state_dict(probe)
+        for name in PROBES:
+            mine = [key for key in tensors if key.startswith(f"{name}.")]
+            getattr(self, name).load_state_dict({key.removeprefix(f"{name}."): tensors.pop(key) for key in mine})
         self.network.load_state_dict(tensors)
 
     def train_step(self, batch: list[Example]) -> None:
@@ -130,7 +145,7 @@ class Trainer:
         self.muon.zero_grad()
         self.adam.zero_grad()
         loss.backward()
-        self.ranks.average_gradients([*self.network.parameters(), *self.probe.parameters()])
+        self.ranks.average_gradients([*self.network.parameters(), *self.probe.parameters(), *self.places.parameters()])
         grown = nn.utils.clip_grad_norm_([p for p in self.network.parameters() if p.grad is not None], 1.0)
         self.meters["grad_norm"].append(float(grown))
         rate = self.schedule.rate(self.step)
@@ -157,7 +172,10 @@ class Trainer:
             for e, f in zip(batch, features, strict=True)
         ]
         longest = max(len(e.token_ids) for e in batch)
-        logits = self.network(build_batch(sequences, self.config, "cpu", query_block=longest)).logits
+        built = build_batch(sequences, self.config, "cpu", query_block=longest)
+        output = self.network(built, stream_taps=(PLACE_LAYER,))
+        place_loss = self._place(batch, output.streams[PLACE_LAYER][built.image_rows].mean(1))
+        logits = output.logits
         targets = torch.cat([torch.from_numpy(e.targets[e.targets >= 0]) for e in batch])
         losses = F.cross_entropy(logits.float(), targets, reduction="none")
         self._meter_answers(batch, logits.detach(), targets)
@@ -166,7 +184,22 @@ class Trainer:
         index_loss = torch.stack(index_losses).mean() if index_losses else torch.zeros(())
         self.meters["answer_loss"].append(float(answer_loss.detach()))
         self.meters["index_loss"].append(float(index_loss.detach()))
-        return answer_loss + self.schedule.index_weight * index_loss + self.schedule.cell_weight * cell_loss
+        schedule = self.schedule
+        beside = schedule.cell_weight * cell_loss + schedule.place_weight * place_loss
+        return answer_loss + schedule.index_weight * index_loss + beside
+
+    def _place(self, batch: list[Example], rows_FD: Tensor) -> Tensor:
+        """Loss of telling in which of `PLACES` columns and lines of its picture each IMAGE row lies."""
+        if not len(rows_FD):
+            return torch.zeros(())
+        assert self.config.vision is not None, "there are image rows"
+        tile = self.config.vision.downsample_ratio
+        wanted = torch.from_numpy(np.concatenate([_places(image, tile) for e in batch for image in e.images], axis=1))
+        loss = torch.zeros(())
+        for name, logits, places in zip(("column", "line"), self.places(rows_FD).split(PLACES, 1), wanted, strict=True):
+            loss = loss + F.cross_entropy(logits, places)
+            self.meters[f"place_{name}"].append(float((logits.argmax(1) == places).float().mean()))
+        return loss
 
     def _see(self, batch: list[Example]) -> tuple[list[Tensor], Tensor]:
         """Encoder rows of every image, and the loss of the probe on them."""
@@ -194,6 +227,13 @@ class Trainer:
             turns = torch.from_numpy(example.turns[example.targets >= 0])
             for turn, skill in enumerate(example.skills):
                 self.meters[skill].append(float(hits[turns == turn].all()))
+
+
+def _places(image: PreparedImage, tile: int) -> np.ndarray:
+    """Column and line class of each IMAGE row in emission order: int64 [2, rows]. tile: patches of a cell's side."""
+    columns, lines = -(-image.grid_cols // tile), -(-image.grid_rows // tile)
+    raster = image.block.encoder_rows.astype(np.int64)
+    return np.stack((raster % columns * PLACES // columns, raster // columns * PLACES // lines))
 
 
 def _features(batch: list[Example], rows: list[Tensor]) -> list[Tensor | None]:
@@ -252,6 +292,7 @@ def save_start(states: Mapping[str, Mapping[str, Any]], file: Path) -> None:
     """
     of_images = ("vision.", "aligner.")
     tensors = {f"probe.{name}": value for name, value in states["vision"]["probe"].items()}
+    tensors |= {f"places.{name}": value for name, value in states["text"]["places"].items()}
     for side, state in states.items():
         named = state["network"].items()
         tensors |= {name: value for name, value in named if name.startswith(of_images) == (side == "vision")}

@@ -33,7 +33,7 @@ class SamplingParams:
     presence_penalty, frequency_penalty: taken off the logits of tokens in the output, once and per occurrence.
     logit_bias: by token id, added. bad_words: token sequences that are never completed.
     max_tokens: new tokens at most. min_tokens: before these, neither the end of sequence nor `stop_token_ids` come.
-    stop: strings that end the text and do not appear in it. stop_token_ids: tokens that end it like the end of sequence.
+    stop: strings that end the text and do not appear in it. stop_token_ids: tokens that end it like the end token.
     logprobs: how many alternatives of each new token are reported, None for no log-probabilities at all;
     prompt_logprobs: the same for the prompt's tokens.
     n: independent choices. seed: of the request's own random stream; None draws one when the request is built.

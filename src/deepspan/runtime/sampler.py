@@ -1,6 +1,7 @@
 """Choosing the next token of a request from its logits.
 
-Invariant: the choice depends on the request's own logits, tokens, parameters and seed, never on batch mates: random numbers come from a counter-based stream, one number per token, and greedy requests draw none.
+Invariant: the choice depends on the request's own logits, tokens, parameters and seed, never on batch mates: random
+numbers come from a counter-based stream, one number per token, and greedy requests draw none.
 Called by `runtime.runner`.
 """
 
