@@ -20,11 +20,9 @@ from deepspan.core.sampling import SamplingParams
 from deepspan.core.step import StepPlan, StepResult
 from deepspan.kv.families import Family, cache_families
 from deepspan.kv.manager import CacheManager
-from deepspan.sched.scheduler import Scheduler
 
 WINDOW, BLOCK, MAX_SPAN = 8, 16, 24
-VOCAB = 1000
-EOS = 0
+VOCAB = 250
 
 
 def small_model() -> ModelConfig:
@@ -94,30 +92,30 @@ def answer(wanted: Request) -> list[int]:
 
 
 class FakeExecutor:
-    """Keeps rows, checks what a step may read, and answers by fingerprint."""
+    """Keeps rows, checks what a step may read, and answers by fingerprint. failing: requests whose steps fail."""
 
-    def __init__(self, families: Sequence[Family], requests: dict[int, Request]) -> None:
-        self._families, self._requests = families, requests
+    def __init__(self, families: Sequence[Family], failing: frozenset[int] = frozenset()) -> None:
+        self._families, self._failing = families, failing
         self._rows: dict[tuple[str, int, int], bytes] = {}
         self._tables: dict[tuple[int, str], list[int]] = {}
+        self._running: dict[int, tuple[Request, list[int]]] = {}
         self.encoded: list[str] = []
         self._kept: set[str] = set()
 
-    def run(self, plan: StepPlan, scheduler: Scheduler) -> StepResult:
+    def run(self, plan: StepPlan) -> StepResult:
         self._kept -= set(plan.dropped)
         for job in plan.encoder_jobs:
-            assert any(job.image is image for image in self._requests[job.request_id].images)
             self.encoded.append(job.image.digest)
             self._kept.add(job.image.digest)
-        tokens = {}
+        tokens, failed = {}, {}
         for chunk in plan.chunks:
-            sequence = scheduler.sequence(chunk.request_id)
-            wanted = self._requests[chunk.request_id]
-            prints = _fingerprints(wanted, sequence.token_ids[: chunk.end])
-            for span, one in zip(wanted.spans, wanted.images, strict=True):
-                assert not any(span.offset < edge <= span.last for edge in (chunk.start, chunk.end)), "cut image"
-                if chunk.start <= span.offset < chunk.end:
-                    assert one.digest in self._kept, "an image without its rows"
+            if chunk.begins is not None:
+                known = [*chunk.begins.request.token_ids.tolist(), *chunk.begins.generated]
+                self._running[chunk.row] = chunk.begins.request, known
+            wanted, known = self._running[chunk.row]
+            assert list(chunk.token_ids) == known[chunk.start : chunk.end]
+            self._check_images(wanted, chunk.start, chunk.end)
+            prints = _fingerprints(wanted, known[: chunk.end])
             for family in self._families:
                 table = self._tables.setdefault((chunk.row, family.name), [])
                 if chunk.begins is not None:
@@ -126,10 +124,19 @@ class FakeExecutor:
                     new = chunk.blocks[family.name]
                     table[new.first :] = new.blocks
                 self._check_and_write(family, table, chunk.start, chunk.end, prints)
-            if chunk.samples:
-                assert chunk.end == len(sequence.token_ids)
+            if chunk.request_id in self._failing:
+                failed[chunk.request_id] = "told to fail"
+            elif chunk.samples:
+                assert chunk.end == len(known)
                 tokens[chunk.request_id] = _next_token(prints[-1])
-        return StepResult(tokens=tokens)
+                known.append(tokens[chunk.request_id])
+        return StepResult(tokens=tokens, failed=failed)
+
+    def _check_images(self, wanted: Request, start: int, end: int) -> None:
+        for span, one in zip(wanted.spans, wanted.images, strict=True):
+            assert not any(span.offset < edge <= span.last for edge in (start, end)), "cut image"
+            if start <= span.offset < end:
+                assert one.digest in self._kept, "an image without its rows"
 
     def _check_and_write(self, family: Family, table: list[int], start: int, end: int, prints: list[bytes]) -> None:
         size = family.block_tokens
@@ -168,4 +175,4 @@ def _fingerprints(wanted: Request, tokens: Sequence[int]) -> list[bytes]:
 
 
 def _next_token(fingerprint: bytes) -> int:
-    return 1 + int.from_bytes(fingerprint[:4], "little") % (VOCAB - 1)
+    return 2 + int.from_bytes(fingerprint[:4], "little") % (VOCAB - 2)  # never the end of sequence

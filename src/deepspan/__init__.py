@@ -12,13 +12,25 @@ from deepspan.version import __version__
 
 _PUBLIC = {
     "LLM": "deepspan.llm",
-    "SamplingParams": "deepspan.core.request",
+    "AsyncLLM": "deepspan.async_llm",
+    "EngineConfig": "deepspan.config.engine",
+    "SamplingParams": "deepspan.core.sampling",
     "RequestOutput": "deepspan.core.output",
     "TokenEvent": "deepspan.core.output",
     "ChatOptions": "deepspan.text.switches",
     "DeepspanError": "deepspan.errors",
 }
-__all__ = ["LLM", "ChatOptions", "DeepspanError", "RequestOutput", "SamplingParams", "TokenEvent", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "ChatOptions",
+    "DeepspanError",
+    "EngineConfig",
+    "RequestOutput",
+    "SamplingParams",
+    "TokenEvent",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -23,3 +23,7 @@ class InputError(DeepspanError, ValueError):
 
 class ImageError(InputError):
     """An image that cannot be decoded or is over a limit."""
+
+
+class OverloadedError(DeepspanError):
+    """So many requests are waiting that another one would only wait too; try again later."""

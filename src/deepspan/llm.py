@@ -101,8 +101,7 @@ class LLM:
         Raises InputError before anything runs if a prompt cannot be served.
         """
         many = [prompts] if _is_one_prompt(prompts) else list(prompts)
-        params = params or SamplingParams()
-        return self._finish([self._inputs.from_prompt(prompt, params) for prompt in many])  # type: ignore[arg-type]
+        return self._finish([self.prompt_request(prompt, params) for prompt in many])  # type: ignore[arg-type]
 
     def chat(
         self,
@@ -111,7 +110,7 @@ class LLM:
         options: ChatOptions | None = None,
     ) -> RequestOutput:
         """Answer a conversation. Image parts are `{"type": "image", "image": Path | bytes | PIL image}`."""
-        return self._finish([self._chat_request(messages, params, options)])[0]
+        return self._finish([self.chat_request(messages, params, options)])[0]
 
     def chat_many(
         self,
@@ -120,7 +119,7 @@ class LLM:
         options: ChatOptions | None = None,
     ) -> list[RequestOutput]:
         """Answer several conversations in one batch, in order."""
-        return self._finish([self._chat_request(messages, params, options) for messages in conversations])
+        return self._finish([self.chat_request(messages, params, options) for messages in conversations])
 
     def stream_chat(
         self,
@@ -129,7 +128,7 @@ class LLM:
         options: ChatOptions | None = None,
     ) -> Iterator[TokenEvent]:
         """Answer a conversation token by token; the last event carries the finish reason."""
-        request = self._chat_request(messages, params, options)
+        request = self.chat_request(messages, params, options)
         if request.params.n != 1:
             raise InputError("a stream has one choice; use chat or generate for more")
         (request_id,) = self.core.add(request)
@@ -140,9 +139,17 @@ class LLM:
         """Counters of the engine since it was made."""
         return self.core.stats()
 
-    def _chat_request(
-        self, messages: Sequence[Message], params: SamplingParams | None, options: ChatOptions | None
+    def prompt_request(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Request:
+        """A raw prompt as a request. Thread-safe, as is `chat_request`."""
+        return self._inputs.from_prompt(prompt, params or SamplingParams())
+
+    def chat_request(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        options: ChatOptions | None = None,
     ) -> Request:
+        """A conversation as a request: images decoded, text tokenized."""
         options = options or ChatOptions(effort="none")
         return self._inputs.from_messages(messages, options, params or SamplingParams())
 

@@ -27,7 +27,7 @@ class Service:
         self.cache = small_cache(num_blocks, prefix_caching)
         self.scheduler = Scheduler(small_engine(**engine), self.cache)
         self.requests, self.generated = {}, {}
-        self.executor = FakeExecutor(small_families(), self.requests)
+        self.executor = FakeExecutor(small_families())
         self.budget = small_engine(**engine).max_batched_tokens
 
     def add(self, wanted, **options):
@@ -42,7 +42,7 @@ class Service:
             return False
         assert 0 < plan.num_tokens <= self.budget
         assert len({chunk.request_id for chunk in plan.chunks}) == len(plan.chunks)
-        result = self.executor.run(plan, self.scheduler)
+        result = self.executor.run(plan)
         finished = []
         for request_id, token in result.tokens.items():
             self.generated[request_id].append(token)

@@ -25,7 +25,10 @@ def _run(tokenizer, prompt, generated, **params):
         token_ids=ids, kinds=np.full(len(ids), -1, dtype=np.int8), spans=(), images=(), params=SamplingParams(**params)
     )
     collector = OutputCollector(0, request, tokenizer)
-    events = [collector.push(token_id) for token_id in tokenizer.encode_raw(generated)]
+    events = []
+    for token_id in tokenizer.encode_raw(generated):
+        if not collector.is_finished:
+            events.append(collector.push(token_id))
     return events, collector.output()
 
 
@@ -91,3 +94,44 @@ def test_output_whose_last_token_is_the_end_stops_rather_than_runs_out(tokenizer
 def test_output_that_ignores_the_end_goes_on_and_hides_it(tokenizer):
     _, output = _run(tokenizer, CHAT, "a" + special.EOS + "b", max_tokens=3, ignore_eos=True)
     assert (output.text, output.finish_reason, len(output.token_ids)) == ("ab", "length", 3)
+
+
+# --- stop strings, stop tokens, ends without a token
+
+
+def test_stop_string_ends_the_answer_and_is_not_in_it(tokenizer):
+    events, output = _run(tokenizer, CHAT, "one; two", stop=["; t", "zzz"])
+    assert (output.text, output.finish_reason, output.stop) == ("one", "stop", "; t")
+    assert "".join(event.text for event in events) == "one"
+
+
+def test_stop_string_in_reasoning_is_reasoning(tokenizer):
+    _, output = _run(tokenizer, THINK, "a;b" + special.THINK_CLOSE + "c;d", stop=[";"])
+    assert (output.reasoning, output.text, output.stop) == ("a;b", "c", ";")
+
+
+def test_text_held_for_a_stop_string_comes_out_at_the_end(tokenizer):
+    _, output = _run(tokenizer, CHAT, "abEN" + special.EOS, stop=["END"])
+    assert (output.text, output.stop) == ("abEN", None)
+
+
+def test_stop_token_ends_the_answer(tokenizer):
+    (dot,) = tokenizer.encode_raw(".")
+    _, output = _run(tokenizer, CHAT, "ab.", stop_token_ids=[dot])
+    assert (output.finish_reason, output.stop) == ("stop", dot)
+
+
+def test_end_without_a_token_is_terminal_and_gives_out_what_was_held(tokenizer):
+    ids = np.array(tokenizer.encode_raw(CHAT), dtype=np.int64)
+    request = Request(
+        token_ids=ids, kinds=np.full(len(ids), -1, dtype=np.int8), spans=(), images=(),
+        params=SamplingParams(stop=["END"]),
+    )  # fmt: skip
+    collector = OutputCollector(0, request, tokenizer)
+    for token_id in tokenizer.encode_raw("abE"):
+        collector.push(token_id)
+    event = collector.end("error", "no memory")
+    assert (event.text, event.token_id, event.finish_reason, event.error) == ("E", None, "error", "no memory")
+    assert collector.output().text == "abE"
+    with pytest.raises(AssertionError, match="ends once"):
+        collector.end("abort")

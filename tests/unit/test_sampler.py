@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspan.core.sampling import SamplingParams
-from deepspan.runtime.sampler import choose_token, token_distribution, uniform
+from deepspan.runtime.sampler import adjusted_logits, choose_token, token_distribution, token_logprobs, uniform
 
 PROBS = (0.05, 0.4, 0.15, 0.1, 0.3)
 LOGITS = torch.tensor(PROBS).log()
@@ -213,3 +213,59 @@ def test_draws_are_never_forbidden():
     logits[::2] = -torch.inf
     params = SamplingParams(temperature=5.0)
     assert {choose_token(logits, params, 1, index) % 2 for index in range(500)} == {1}
+
+
+# --- bias, penalties, bad words, minimum length
+
+
+def _adjusted(prompt=(), generated=(), ends=(), logits=None, **params):
+    start = torch.tensor([1.0, 2.0, -1.0, 0.5, 3.0]) if logits is None else logits
+    kept = start.clone()
+    found = adjusted_logits(start, SamplingParams(**params), prompt, list(generated), ends)
+    assert torch.equal(start, kept), "the logits of others may share this memory"
+    return found.tolist()
+
+
+def test_logit_bias_is_added():
+    assert _adjusted(logit_bias={1: -2.0, 3: 0.5}) == [1.0, 0.0, -1.0, 1.0, 3.0]
+
+
+def test_repetition_penalty_weakens_tokens_of_prompt_and_output():
+    assert _adjusted([2, 2], [4], repetition_penalty=2.0) == [1.0, 2.0, -2.0, 0.5, 1.5]
+
+
+def test_repetition_penalty_ignores_ids_outside_the_vocabulary():
+    """Image tokens may have ids beyond the embedding."""
+    assert _adjusted([7], [], repetition_penalty=2.0) == [1.0, 2.0, -1.0, 0.5, 3.0]
+
+
+def test_presence_and_frequency_penalties_count_the_output_only():
+    found = _adjusted([4], [1, 1, 0], presence_penalty=0.5, frequency_penalty=0.25)
+    assert found == [0.25, 1.0, -1.0, 0.5, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("generated", "banned"),
+    [([], {0}), ([3], {0, 2}), ([1, 3], {0, 2, 4}), ([3, 1], {0}), ([1, 3, 3], {0, 2})],
+)
+def test_bad_words_are_never_completed(generated, banned):
+    found = _adjusted((), generated, bad_words=[[0], [3, 2], [1, 3, 4]])
+    assert {i for i, value in enumerate(found) if value == -math.inf} == banned
+
+
+@pytest.mark.parametrize(("generated", "can_end"), [([], False), ([0], False), ([0, 0], True)])
+def test_ends_wait_for_the_minimum_length(generated, can_end):
+    found = _adjusted((), generated, ends={1, 4}, min_tokens=2)
+    assert (found[1] == found[4] == -math.inf) is not can_end
+
+
+def test_token_logprobs_are_before_any_cut_and_ranked():
+    found = token_logprobs(LOGITS, 2, 3)
+    assert found.logprob == pytest.approx(math.log(0.15))
+    assert found.rank == 3
+    assert [token for token, _ in found.top] == [1, 4, 2]
+    assert [math.exp(value) for _, value in found.top] == pytest.approx([0.4, 0.3, 0.15])
+
+
+def test_random_numbers_of_two_streams_differ():
+    assert uniform(5, 0) != uniform(5 + (1 << 64), 0)

@@ -70,8 +70,9 @@ class Runner:
         self._encode(plan.encoder_jobs, failed)
         inputs: list[tuple[Chunk, ChunkInput]] = []
         for chunk in plan.chunks:
-            with _alone(chunk.request_id, failed):
-                inputs.append((chunk, self._input(chunk)))
+            if chunk.request_id not in failed:
+                with _alone(chunk.request_id, failed):
+                    inputs.append((chunk, self._input(chunk)))
         tokens: dict[int, int] = {}
         logprobs: dict[int, TokenLogprobs] = {}
         prompt_logprobs: dict[int, PromptLogprobs] = {}
