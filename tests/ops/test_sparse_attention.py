@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from deepspan.ops import attention
@@ -86,7 +86,13 @@ class Problem:
         return out
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@pytest.fixture(params=[1, 10**6], ids=["pick", "mask"])
+def way(request, monkeypatch):
+    """Both ways of reading chosen entries."""
+    monkeypatch.setattr(attention, "PICK_FACTOR", request.param)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     num_queries=st.integers(1, 40),
     num_entries=st.integers(0, 12),
@@ -94,7 +100,7 @@ class Problem:
     block=st.integers(1, 45),
     seed=st.integers(0, 1000),
 )
-def test_sparse_attention_equals_dense_softmax(num_queries, num_entries, num_selected, block, seed):
+def test_sparse_attention_equals_dense_softmax(way, num_queries, num_entries, num_selected, block, seed):
     problem = Problem(num_queries, num_entries, num_selected, seed)
     assert np.abs(problem.run(problem.blocks(block)) - problem.expected()).max() < 2e-6
 
@@ -116,7 +122,7 @@ class PagedProblem(Problem):
 
 @pytest.mark.parametrize("selected", [None, 3])
 @pytest.mark.parametrize("block", [1, 4, 40])
-def test_sparse_attention_of_paged_rows_equals_flat_rows(selected, block):
+def test_sparse_attention_of_paged_rows_equals_flat_rows(way, selected, block):
     flat, paged = Problem(30, 11, selected, seed=2), PagedProblem(30, 11, selected, seed=2)
     assert np.abs(flat.run(flat.blocks(block)) - paged.run(paged.blocks(block))).max() < 1e-6
 

@@ -131,3 +131,17 @@ def eval_tiny(
 def inspect_ops(device: Device = "auto", dtype: Dtype = "auto") -> None:
     """Show which implementation serves each operation."""
     _verb("inspect", "show_ops", device=device, dtype=dtype)
+
+
+@inspect_app.command("cache")
+def inspect_cache(
+    model: Model = None,
+    memory: Annotated[str, typer.Option(help="Memory for all caches, such as 8GiB.")] = "8GiB",
+    max_model_len: Annotated[int, typer.Option(help="Tokens of one request, prompt and output.")] = 131_072,
+    max_num_seqs: Annotated[int, typer.Option(help="Requests running at once.")] = 32,
+    max_batched_tokens: Annotated[int, typer.Option(help="Tokens of one step.")] = 2048,
+    dtype: Annotated[str, typer.Option(help="Of cached rows: float32 or bfloat16.")] = "bfloat16",
+) -> None:
+    """Show what the caches of a model cost, and how many requests they serve."""
+    _verb("cache", "show_cache", model=model, memory=memory, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
+          max_batched_tokens=max_batched_tokens, dtype=dtype)  # fmt: skip

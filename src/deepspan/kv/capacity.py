@@ -87,20 +87,30 @@ def plan_capacity(families: Sequence[Family], engine: EngineConfig, num_bytes: i
 
 def capacity_of(families: Sequence[Family], engine: EngineConfig, num_blocks: Mapping[str, int]) -> Capacity:
     """What given numbers of blocks can hold."""
-    in_flight = in_flight_tokens(engine)
-    needed = {family.name: request_blocks(family, engine.max_model_len, in_flight) for family in families}
     tokens = min((num_blocks[f.name] for f in families if f.kind == "rows"), default=num_blocks[families[0].name])
     return Capacity(
         num_blocks=dict(num_blocks),
         num_bytes=sum(family.block_bytes * num_blocks[family.name] for family in families),
-        max_requests=min(num_blocks[family.name] // needed[family.name] for family in families),
+        max_requests=min(engine.max_num_seqs, *(_max_requests(f, engine, num_blocks[f.name]) for f in families)),
         num_tokens=tokens * engine.block_tokens,
     )
+
+
+def _max_requests(family: Family, engine: EngineConfig, num_blocks: int) -> int:
+    """Requests of full length that a family can hold at once, whoever of them has the tokens of a step."""
+    if family.kind == "rows":
+        return num_blocks // full_blocks(engine.max_model_len, family.block_tokens)
+    return (num_blocks - full_blocks(in_flight_tokens(engine), family.block_tokens)) // _decoding(family, engine)
 
 
 def _working_blocks(family: Family, engine: EngineConfig) -> int:
     """Blocks of a sliding family that all running requests hold at most together; 0 for rows."""
     if family.kind == "rows":
         return 0
-    decoding = sliding_blocks(look_back(family), 1 + engine.num_drafts, engine.max_model_len, family.block_tokens)
-    return engine.max_num_seqs * decoding + full_blocks(in_flight_tokens(engine), family.block_tokens)
+    in_flight = full_blocks(in_flight_tokens(engine), family.block_tokens)
+    return engine.max_num_seqs * _decoding(family, engine) + in_flight
+
+
+def _decoding(family: Family, engine: EngineConfig) -> int:
+    """Blocks of a sliding family that one request holds while it decodes."""
+    return sliding_blocks(look_back(family), 1 + engine.num_drafts, engine.max_model_len, family.block_tokens)

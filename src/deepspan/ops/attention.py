@@ -13,6 +13,7 @@ from deepspan.ops.blocks import QueryBlock
 from deepspan.ops.rows import Rows
 
 MAX_SCORES = 1 << 25  # held at once: 128 MB
+PICK_FACTOR = 4  # with so many times more entries than are chosen, each query reads its own instead of masking all
 
 
 def sparse_attention(
@@ -36,18 +37,21 @@ def sparse_attention(
     outputs = []
     for block in blocks:
         (q0, q1), (r0, r1), num_entries = block.queries, block.rows, block.num_entries
-        keys = [rows.read(block.sequence, r0, r1)]
-        masks = [_between(torch.arange(r0, r1, device=q_THK.device), row_lo_T[q0:q1], row_hi_T[q0:q1] + 1)]
-        if entries is not None and num_entries > 0:
-            if selected_TM is not None and q1 - q0 == 1:  # reading what was chosen is cheaper than masking the rest
-                chosen = selected_TM[q0]
-                keys.append(entries.pick(block.sequence, chosen.clamp(min=0)))
-                masks.append((chosen >= 0)[None])
-            else:
-                keys.append(entries.read(block.sequence, 0, num_entries))
-                visible = torch.arange(num_entries, device=q_THK.device) < entry_hi_T[q0:q1, None]
-                masks.append(visible if selected_TM is None else visible & _chosen(selected_TM[q0:q1], num_entries))
-        outputs += _attend(q_THK[q0:q1], torch.cat(keys).float(), torch.cat(masks, dim=1), sink_H, scale)
+        q, keys = q_THK[q0:q1], rows.read(block.sequence, r0, r1)
+        mask = _between(torch.arange(r0, r1, device=q.device), row_lo_T[q0:q1], row_hi_T[q0:q1] + 1)
+        if entries is None or num_entries == 0:
+            outputs += _attend(q, keys, mask, sink_H, scale)
+            continue
+        chosen = selected_TM[q0:q1] if selected_TM is not None else None
+        if chosen is not None and chosen.shape[1] * PICK_FACTOR <= num_entries:
+            picked = entries.pick(block.sequence, chosen.clamp(min=0))
+            outputs.append(_attend_picked(q, keys, mask, picked, chosen >= 0, sink_H, scale))
+            continue
+        visible = torch.arange(num_entries, device=q.device) < entry_hi_T[q0:q1, None]
+        if chosen is not None:
+            visible &= _chosen(chosen, num_entries)
+        keys = torch.cat((keys, entries.read(block.sequence, 0, num_entries)))
+        outputs += _attend(q, keys, torch.cat((mask, visible), dim=1), sink_H, scale)
     return torch.cat(outputs)
 
 
@@ -62,8 +66,29 @@ def _chosen(selected_TM: Tensor, width: int) -> Tensor:
     return mask.scatter_(1, columns, True)[:, :width]
 
 
+def _attend_picked(
+    q_THK: Tensor,
+    rows_SK: Tensor,
+    mask_TS: Tensor,
+    picked_TMK: Tensor,
+    mask_TM: Tensor,
+    sink_H: Tensor,
+    scale: float,
+) -> Tensor:
+    """Shared rows, and entries that each query has picked for itself."""
+    num_queries, num_heads, _ = q_THK.shape
+    q, rows, picked = q_THK.float(), rows_SK.float(), picked_TMK.float()
+    scores = torch.cat((torch.einsum("thk,sk->ths", q, rows), q @ picked.mT), dim=-1) * scale
+    scores = scores.masked_fill(~torch.cat((mask_TS, mask_TM), dim=1)[:, None], -torch.inf)
+    sink = sink_H.float()[:, None].expand(num_queries, num_heads, 1)
+    probs = torch.cat((scores, sink), dim=-1).softmax(-1)
+    of_rows, of_picked, _ = probs.split((len(rows), picked.shape[1], 1), dim=-1)
+    return (torch.einsum("ths,sk->thk", of_rows, rows) + of_picked @ picked).to(q_THK.dtype)
+
+
 def _attend(q_THK: Tensor, keys_SK: Tensor, mask_TS: Tensor, sink_H: Tensor, scale: float) -> list[Tensor]:
     """Some queries at a time, so that the scores of a long context stay small."""
+    keys_SK = keys_SK.float()
     most = max(1, MAX_SCORES // (q_THK.shape[1] * len(keys_SK)))
     parts = zip(q_THK.split(most), mask_TS.split(most), strict=True)
     return [_attend_part(q, keys_SK, mask, sink_H, scale) for q, mask in parts]
