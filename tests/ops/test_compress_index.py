@@ -112,6 +112,18 @@ def test_stable_topk_of_many_ties_takes_lower_indices():
     assert stable_topk(values, 3)[1].tolist() == [4000, 0, 1]
 
 
+def test_stable_topk_of_long_rows_equals_the_stable_sort():
+    values = normal(6, 3000)
+    values[:, ::3] = 0.0
+    values[1] = -values[1]  # with negative zeros
+    values[2] = -torch.inf
+    values[3, :2990] = -torch.inf
+    values[4] *= 1e-42  # denormal
+    for k in (1, 20, 3000):
+        expected = values.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+        assert torch.equal(stable_topk(values, k), expected)
+
+
 def test_select_entries_with_fewer_visible_than_topk_pads_with_minus_one():
     scores = torch.tensor([[5.0, 1.0, 3.0, 9.0]]).expand(4, 4)
     found = select_entries(scores, torch.tensor([0, 1, 3, 4]), 2)

@@ -45,7 +45,7 @@ def show_cache(
     console.print(table)
     console.print(
         f"{capacity.num_bytes:,} bytes hold {capacity.num_tokens:,} tokens; "
-        f"requests of {engine.max_model_len:,} tokens at once: {capacity.max_requests} (counted in whole blocks; one more would have to wait)."
+        f"requests of {engine.max_model_len:,} tokens at once: {capacity.max_requests}, in whole blocks."
     )
 
 
