@@ -30,6 +30,7 @@ from deepspan.kv.manager import CacheManager
 from deepspan.ops.registry import Provider, bind, resolve
 from deepspan.runtime.caches import Caches
 from deepspan.runtime.device import default_cache_bytes, pick_device, pick_dtype
+from deepspan.runtime.profile import largest_step_bytes
 from deepspan.runtime.runner import Runner
 from deepspan.sched.scheduler import Scheduler
 from deepspan.text.switches import ChatOptions
@@ -84,8 +85,11 @@ class LLM:
             limits=image_limits,
         )
         families = cache_families(self.config, self.engine.block_tokens, compute.itemsize, self.engine.num_drafts)
-        memory = default_cache_bytes(target) if cache_bytes is None else cache_bytes
-        self.capacity = plan_capacity(families, self.engine, memory)
+        if cache_bytes is None:
+            accelerated = target.type != "cpu"
+            step = largest_step_bytes(loaded.network, self.config, self.engine, target) if accelerated else 0
+            cache_bytes = default_cache_bytes(target, step)
+        self.capacity = plan_capacity(families, self.engine, cache_bytes)
         num_blocks = self.capacity.num_blocks
         forbidden = _never_generated(self.tokenizer, self.config.vocab_size)
         caches = Caches(self.config, self.engine, families, num_blocks, compute, target)

@@ -6,10 +6,10 @@ Owns the start-up checks without which a request would wait for ever (an image l
 
 from dataclasses import dataclass, fields, replace
 
-from deepspan.config.model import ModelConfig
+from deepspan.config.model import OVERLAP_RATIO, ModelConfig
 from deepspan.errors import ConfigError
 
-LEAD_PADS = 3  # an image starts with up to three pads, so that START stands at 3 (mod 4)
+LEAD_PADS = OVERLAP_RATIO - 1  # an image starts with up to three pads, so that START stands at 3 (mod 4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,10 +37,13 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     return DTYPES[name]
 
 
-def default_cache_bytes(device: torch.device) -> int:
-    """Memory that caches may take unless something else is said: an eighth of the machine's, or half of what is free on
-    an accelerator once the weights are there."""
+def default_cache_bytes(device: torch.device, largest_step: int) -> int:
+    """Memory that caches may take unless something else is said.
+
+    An eighth of the machine's on CPUs; nine tenths of what an accelerator has left beside the weights and the largest
+    step (bytes).
+    """
     if device.type == "cpu":
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 8
     free, _ = torch.accelerator.get_memory_info(device)
-    return free // 2
+    return (free - largest_step) * 9 // 10
