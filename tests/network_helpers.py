@@ -28,6 +28,7 @@ from deepspan.weights.load import load_model
 
 TILE = 3  # patches per side of an image cell
 PATCH_VALUES = 12  # 3 channels of 2 x 2 pixels
+PADDED_VOCAB = 300  # rows beyond the tokenizer's, as released models have
 NEAR_TIE = 1e-5  # a choice decided by less than this may fall either way in fp32
 SMALL = {"sliding_window": 16, "index_topk": 8, "rms_norm_eps": 1e-6}
 SMALL_IMAGES = {"vision_patch_size": 2, "vision_max_n_token": 384, "vision_min_pixels": 144}

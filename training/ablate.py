@@ -4,19 +4,25 @@ Each ablation replaces one operation by one that leaves the part out, so that th
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from deepspan.core.media import ImageSpan
 from deepspan.evaluate import evaluate
 from deepspan.llm import LLM
 from deepspan.ops.attention import sparse_attention
 from deepspan.ops.registry import Provider
 from deepspan.ops.router import route
+from deepspan.ops.rows import Rows
 from deepspan.ops.vision import unfold_tiles
+from deepspan.runtime import step_builder
+from deepspan.runtime.visibility import visible_intervals
 
 SKILLS = ("reading", "colour", "shape", "position", "counting", "which", "lookup", "recall", "recall_600")
 
@@ -26,24 +32,19 @@ def without_image_bias(x: Tensor, gate: Tensor, bias: Tensor | None, bias_vl: Te
     return route(x, gate, bias, torch.zeros_like(bias_vl), *rest)
 
 
-def causal_spans(q: Tensor, rows: Tensor, row_lo: Tensor, row_hi: Tensor, *rest: Any) -> Tensor:
+def causal_intervals(start: int, end: int, window: int, _spans: Sequence[ImageSpan]) -> tuple[np.ndarray, np.ndarray]:
     """No row sees a later one, image spans included."""
-    return sparse_attention(q, rows, row_lo, torch.minimum(row_hi, torch.arange(len(q))), *rest)
+    return visible_intervals(start, end, window, ())
 
 
-def without_entries(
-    q: Tensor, rows: Tensor, row_lo: Tensor, row_hi: Tensor, _entries: Tensor | None, *rest: Any
-) -> Tensor:
+def without_entries(q: Tensor, rows: Rows, row_lo: Tensor, row_hi: Tensor, _entries: Rows | None, *rest: Any) -> Tensor:
     """The window and nothing else."""
     return sparse_attention(q, rows, row_lo, row_hi, None, *rest)
 
 
-def latest_entries(
-    _q: Tensor, _k: Tensor, _weights: Tensor, entry_lo: Tensor, entry_hi: Tensor, topk: int, _blocks: Any
-) -> Tensor:
+def latest_entries(_q: Tensor, _keys: Rows, _weights: Tensor, entry_hi: Tensor, topk: int, _blocks: Any) -> Tensor:
     """The newest visible entries instead of the indexer's choice."""
-    chosen = entry_hi[:, None] - 1 - torch.arange(topk)
-    return chosen.masked_fill(chosen < entry_lo[:, None], -1)
+    return (entry_hi[:, None] - 1 - torch.arange(topk)).clamp(min=-1)
 
 
 def scrambled_tiles(x: Tensor, grid_rows: int, grid_cols: int, tile: int) -> Tensor:
@@ -52,9 +53,10 @@ def scrambled_tiles(x: Tensor, grid_rows: int, grid_cols: int, tile: int) -> Ten
     return tiles[torch.randperm(len(tiles), generator=torch.Generator().manual_seed(0))]
 
 
+CAUSAL = "causal image spans"  # decided where steps are built, not by an operation
 ABLATIONS: dict[str, tuple[str, Callable[..., Any]]] = {
     "bias_vl zeroed": ("route", without_image_bias),
-    "causal image spans": ("sparse_attention", causal_spans),
+    CAUSAL: ("", causal_intervals),
     "no compressed entries": ("sparse_attention", without_entries),
     "latest entries, not the indexer's": ("index_entries", latest_entries),
     "image cells scrambled": ("unfold_tiles", scrambled_tiles),
@@ -69,9 +71,11 @@ def main() -> None:
     print("| ablation | " + " | ".join(SKILLS) + " |")
     print("|---" * (len(SKILLS) + 1) + "|")
     for name, ablation in {"none": None, **ABLATIONS}.items():
-        providers = [Provider(op=ablation[0], name=name, function=ablation[1])] if ablation else []
+        providers = [Provider(op=ablation[0], name=name, function=ablation[1])] if ablation and ablation[0] else []
         llm = LLM(arguments.model, device="cpu", providers=providers)
-        scores = evaluate(llm, arguments.questions, skills=SKILLS)
+        intervals = causal_intervals if name == CAUSAL else visible_intervals
+        with patch.object(step_builder, "visible_intervals", intervals):
+            scores = evaluate(llm, arguments.questions, skills=SKILLS)
         print(f"| {name} | " + " | ".join(f"{score.accuracy:.0%}" for score in scores) + " |", flush=True)
 
 

@@ -52,8 +52,9 @@ def orthogonalise(matrices: Tensor) -> Tensor:
     a, b, c = NEWTON_SCHULZ
     tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.mT if tall else matrices
-    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-12)
+    # Rough is enough (the polynomial only brings singular values near 1), and bf16 halves the time.
+    x = (x / (x.norm(dim=(1, 2), keepdim=True) + 1e-12)).bfloat16()
     for _ in range(STEPS):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.mT if tall else x
+    return (x.mT if tall else x).to(matrices.dtype)

@@ -7,7 +7,8 @@
 Not thread-safe: one call at a time.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -38,6 +39,34 @@ from deepspan.text.tokenizer import Tokenizer
 from deepspan.weights.load import Progress, load_model
 
 Message = Mapping[str, Any]
+
+
+class TokenStream(Iterator[TokenEvent]):
+    """Events of one request, computed as they are asked for. Closing it, or letting go of it, aborts the request."""
+
+    def __init__(self, step: Callable[[], None], events: deque[TokenEvent], abort: Callable[[], None]) -> None:
+        """step: runs one step of the engine. events: where this request's go, whoever runs the step. abort: ends it."""
+        self._step, self._events, self._abort = step, events, abort
+        self._open = True
+
+    def __next__(self) -> TokenEvent:
+        while self._open and not self._events:
+            self._step()
+        if not self._open:
+            raise StopIteration
+        event = self._events.popleft()
+        if event.finish_reason is not None:
+            self.close()
+        return replace(event, request=0)
+
+    def close(self) -> None:
+        """Abort the request unless it has ended."""
+        if self._open:
+            self._open = False
+            self._abort()
+
+    def __del__(self) -> None:
+        self.close()
 
 
 class LLM:
@@ -96,6 +125,7 @@ class LLM:
         self._runner = Runner(loaded, self.engine, families, caches, target, forbidden, self.tokenizer.special.eos)
         manager = CacheManager(families, num_blocks, self.engine.prefix_caching)
         self.core = EngineCore(Scheduler(self.engine, manager), self._runner, self.tokenizer)
+        self._listeners: dict[int, deque[TokenEvent]] = {}
 
     def generate(
         self, prompts: str | Sequence[int] | Sequence[str | Sequence[int]], params: SamplingParams | None = None
@@ -130,13 +160,20 @@ class LLM:
         messages: Sequence[Message],
         params: SamplingParams | None = None,
         options: ChatOptions | None = None,
-    ) -> Iterator[TokenEvent]:
+    ) -> TokenStream:
         """Answer a conversation token by token; the last event carries the finish reason."""
         request = self.chat_request(messages, params, options)
         if request.params.n != 1:
             raise InputError("a stream has one choice; use chat or generate for more")
         (request_id,) = self.core.add(request)
-        return self._stream(request_id)
+        events = self._listeners[request_id] = deque()
+
+        def end() -> None:
+            del self._listeners[request_id]
+            self.core.abort(request_id)
+            self.core.take(request_id)
+
+        return TokenStream(self._step, events, end)
 
     @property
     def stats(self) -> EngineStats:
@@ -157,13 +194,19 @@ class LLM:
         options = options or ChatOptions(effort="none")
         return self._inputs.from_messages(messages, options, params or SamplingParams())
 
+    def _step(self) -> None:
+        """One step; events of open streams are kept for them."""
+        for event in self.core.step():
+            if event.request in self._listeners:
+                self._listeners[event.request].append(event)
+
     def _finish(self, requests: Sequence[Request]) -> list[RequestOutput]:
         ids: list[int] = []
         try:
             for request in requests:
                 ids += self.core.add(request)
             while not all(self.core.is_finished(request_id) for request_id in ids):
-                self.core.step()
+                self._step()
             return [self.core.take(request_id) for request_id in ids]
         except BaseException:
             # A refused request, a broken step or an interrupt: nothing is left behind.
@@ -171,16 +214,6 @@ class LLM:
                 self.core.abort(request_id)
                 self.core.take(request_id)
             raise
-
-    def _stream(self, request_id: int) -> Iterator[TokenEvent]:
-        try:
-            while not self.core.is_finished(request_id):
-                for event in self.core.step():
-                    if event.request == request_id:
-                        yield replace(event, request=0)
-        finally:
-            self.core.abort(request_id)
-            self.core.take(request_id)
 
 
 def _is_one_prompt(prompts: object) -> bool:

@@ -1,11 +1,11 @@
 """Tiny checkpoints and loaded models, made once for all end-to-end tests."""
 
 import pytest
+from network_helpers import PADDED_VOCAB
 
 from deepspan import LLM
 from deepspan.weights.tiny import write_tiny
 
-PADDED_VOCAB = 300  # rows beyond the tokenizer's, as released models have
 SMALL = {"vision_patch_size": 2, "vision_max_n_token": 64, "vision_min_pixels": 144, "vocab_size": PADDED_VOCAB}
 
 

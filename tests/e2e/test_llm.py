@@ -8,11 +8,11 @@ from itertools import combinations
 import numpy as np
 import pytest
 import torch
-from conftest import PADDED_VOCAB
+from network_helpers import PADDED_VOCAB
 from PIL import Image
 
 import deepspan
-from deepspan import LLM, ChatOptions, SamplingParams
+from deepspan import LLM, ChatOptions, EngineConfig, SamplingParams
 from deepspan.errors import ConfigError, ImageError, InputError, WeightsError
 from deepspan.image.decode import ImageLimits
 from deepspan.text import special
@@ -320,3 +320,60 @@ def test_package_gives_its_public_names_and_no_others():
     assert all(getattr(deepspan, name) is not None for name in deepspan.__all__)
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
         _ = deepspan.Nothing
+
+
+# --- the engine behind it
+
+
+def test_stream_that_is_let_go_of_leaves_nothing_running(llm):
+    stream = llm.stream_chat(_ask("hi"), SamplingParams(max_tokens=500, ignore_eos=True))
+    next(stream)
+    assert llm.stats.num_running == 1
+    del stream
+    assert llm.stats.num_running == 0
+    unused = llm.stream_chat(_ask("hi"), SHORT)
+    assert llm.stats.num_waiting == 1
+    unused.close()
+    assert llm.stats.num_waiting == 0
+    assert list(unused) == []
+
+
+def test_stream_goes_on_while_others_are_answered(llm, solo):
+    stream = llm.stream_chat(CONVERSATIONS[1], SHORT)
+    first = next(stream)
+    assert llm.chat(CONVERSATIONS[0], SHORT) == solo[0]
+    assert (first.token_id, *(event.token_id for event in stream)) == solo[1].token_ids
+
+
+def test_step_that_breaks_ends_requests_with_the_error(llm, solo, monkeypatch):
+    def breaks(_plan):
+        raise RuntimeError("device lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm._runner, "run", breaks)
+        output = llm.chat(_ask("hi"), SHORT)
+    assert (output.finish_reason, output.error) == ("error", "RuntimeError: device lost")
+    assert llm.chat(CONVERSATIONS[1], SHORT) == solo[1]
+
+
+def test_interrupted_step_is_passed_on_and_leaves_nothing(llm, solo, monkeypatch):
+    def interrupted(_plan):
+        raise KeyboardInterrupt
+
+    stream = llm.stream_chat(_ask("hi"), SHORT)
+    with monkeypatch.context() as patch:
+        patch.setattr(llm._runner, "run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.chat(_ask("ho"), SHORT)
+    assert [event.finish_reason for event in stream] == ["error"]
+    assert llm.stats.num_running == llm.stats.num_waiting == 0
+    assert llm.chat(CONVERSATIONS[1], SHORT) == solo[1]
+
+
+def test_engine_limits_are_those_given(model_folder):
+    small = LLM(model_folder, engine=EngineConfig(max_model_len=64, max_num_seqs=2, max_batched_tokens=80))
+    assert len(small.generate(["a", "b", "c"], SHORT)) == 3
+    with pytest.raises(InputError, match="max_model_len 64"):
+        small.generate("a" * 80, SHORT)
+    with pytest.raises(ConfigError, match="the cache needs"):
+        LLM(model_folder, cache_bytes=1000)

@@ -292,3 +292,11 @@ def test_request_counts_expanded_images_against_the_limit(builder):
     builder.from_messages(_user(_image(big)), CHAT, PARAMS)
     with pytest.raises(InputError, match="prompt tokens and max_tokens"):
         builder.from_messages(_user(*[_image(big)] * 6), CHAT, PARAMS)
+
+
+@pytest.mark.parametrize(
+    "params", [{"stop_token_ids": [10**6]}, {"logit_bias": {10**6: 1.0}}, {"bad_words": [[1], [2, 10**6]]}]
+)
+def test_sampling_parameters_with_ids_outside_the_vocabulary_are_refused(builder, params):
+    with pytest.raises(InputError, match=f"{next(iter(params))}: token id 1000000 is outside the vocabulary"):
+        builder.from_prompt("a", SamplingParams(**params))

@@ -113,11 +113,7 @@ class BackgroundEngine:
 
     def _run(self) -> None:
         while self._obey_all():
-            try:
-                self._dispatch(self._core.step())
-            except Exception as error:
-                log.exception("a step failed; every request ends")
-                self._dispatch(self._core.fail_all(f"{type(error).__name__}: {error}"))
+            self._dispatch(self._core.step())
 
     def _obey_all(self) -> bool:
         """Take all commands that are there, waiting for one if there is nothing else to do. False to stop."""

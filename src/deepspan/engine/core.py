@@ -5,6 +5,7 @@ added has exactly one terminal event; a request that ends for any reason leaves 
 Called by `llm` directly and by `engine.background` from its thread.
 """
 
+import logging
 from dataclasses import dataclass, replace
 from secrets import randbits
 from typing import Protocol
@@ -15,6 +16,8 @@ from deepspan.core.step import StepPlan, StepResult
 from deepspan.engine.outputs import OutputCollector
 from deepspan.sched.scheduler import Scheduler
 from deepspan.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 
 class Executor(Protocol):
@@ -42,6 +45,7 @@ class EngineCore:
     def __init__(self, scheduler: Scheduler, executor: Executor, tokenizer: Tokenizer) -> None:
         self._scheduler, self._executor, self._tokenizer = scheduler, executor, tokenizer
         self._collectors: dict[int, OutputCollector] = {}
+        self._pending: list[TokenEvent] = []  # of requests that ended while a step was interrupted
         self._next_id = 0
         self._counts = {"steps": 0, "prompt": 0, "cached": 0, "generated": 0}
 
@@ -66,11 +70,24 @@ class EngineCore:
         return bool(self._collectors)
 
     def step(self) -> list[TokenEvent]:
-        """Run one step; the events of all requests that it moved."""
+        """Run one step; the events of all requests that it moved.
+
+        If the executor itself breaks, nobody knows what its caches hold: every request ends with the error.
+        """
+        if self._pending:
+            events, self._pending = self._pending, []
+            return events
         plan = self._scheduler.plan()
         if plan is None:
             return []
-        result = self._executor.run(plan)
+        try:
+            result = self._executor.run(plan)
+        except Exception as error:
+            log.exception("a step failed; every request ends")
+            return self.fail_all(f"{type(error).__name__}: {error}")
+        except BaseException:
+            self._pending = self.fail_all("a step was interrupted")
+            raise
         self._count(plan, result)
         events: list[TokenEvent] = []
         finished: list[int] = []

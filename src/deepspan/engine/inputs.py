@@ -81,7 +81,17 @@ class InputBuilder:
         if token_id == special.image or special.is_sentinel(int(token_id)):
             raise InputError(f"token id {token_id} stands for an image; give images in chat messages")
 
+    def _check_params(self, params: SamplingParams) -> None:
+        named = [("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)]
+        for name, token_ids in [*named, *(("bad_words", word) for word in params.bad_words)]:
+            for token_id in token_ids:
+                if token_id >= self._config.vocab_size:
+                    raise InputError(
+                        f"{name}: token id {token_id} is outside the vocabulary of {self._config.vocab_size}"
+                    )
+
     def _request(self, ids: Sequence[int], images: Sequence[PreparedImage], params: SamplingParams) -> Request:
+        self._check_params(params)
         token_ids, kinds, spans = expand_images(ids, images, self._tokenizer)
         limit = self._max_model_len
         if len(token_ids) + params.max_tokens > limit:

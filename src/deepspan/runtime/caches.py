@@ -4,6 +4,7 @@ Invariants: allocated once, addresses never change; block 0 of every tensor is t
 writes. Sizes come from `kv.families`. Used by `runtime.step_builder`.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -34,7 +35,7 @@ class Caches:
         sizes = {family.name: (num_blocks[family.name] + 1, family.block_rows) for family in families}
 
         def tensor(family: str, width: int, kind: torch.dtype) -> Tensor:
-            return torch.zeros(*sizes[family], width, dtype=kind, device=device)
+            return _zeros((*sizes[family], width), kind, device)
 
         def layer(ratio: int) -> LayerCache:
             overlap = ratio == OVERLAP_RATIO
@@ -70,3 +71,11 @@ class Caches:
                 table.host[row, new.first : new.first + len(new.blocks)] = new.blocks
             if begins or new is not None:
                 table.upload_row(row)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on CPU pages that cost memory only once they are written to, which `torch.zeros` would do at once."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
