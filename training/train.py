@@ -1,8 +1,7 @@
 """Train deepspan-tiny from scratch on CPU: `python -m training.train OUT`; run again to go on where it stopped.
 
-Three phases. See: the vision tower alone learns what lies under each cell (shape, colour, character). Learn: the whole
-network answers questions, attending to every compressed entry, while the indexer learns where attention falls. Choose:
-the indexer's choice takes effect, as served. The rate rises, stays, and falls to zero over the last part.
+Goes through the stages of `training.curriculum`. Beside the answers, the tower learns what lies under each cell, image
+rows where they are, and the indexer where attention falls. The rate rises, stays, and falls to zero over the last part.
 """
 
 import argparse
@@ -10,7 +9,7 @@ import json
 import os
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from deepspan.runtime.batch_builder import SequenceInput, build_batch
 from deepspan.runtime.runner import emission_order
 from deepspan.skills.labels import CHARACTER_CLASSES, COLOUR_CLASSES, SHAPE_CLASSES
 from deepspan.skills.suite import TRAIN_SEED
+from training.curriculum import CURRICULUM, Stage, chosen_stages, stage_at
 from training.data import Batches, Example
 from training.ops import Recorder, training_ops
 from training.optim import Muon, uses_muon
@@ -36,7 +36,6 @@ from training.ranks import Ranks, launch
 from training.recipe import TEXT_EXPERTS, new_network, raw_config
 from training.tokenizer import write_tokenizer
 
-SEEN = {"page": 4.0, "scene": 1.0, "reading": 0.5}  # what the tower is warmed up with
 PROBES = ("probe", "places")  # heads that training alone has
 PLACES = 6  # parts of a picture's width and height
 PLACE_LAYER = 1
@@ -45,11 +44,8 @@ CLASSES = (len(SHAPE_CLASSES), len(COLOUR_CLASSES), *3 * (len(CHARACTER_CLASSES)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """Steps of each phase, and what a step costs and moves. Rates are peaks."""
+    """What a step costs and moves. Rates are peaks."""
 
-    see_steps: int = 1500
-    learn_steps: int = 6000
-    choose_steps: int = 4000
     decay_share: float = 0.3
     batch_tokens: int = 6000
     muon_rate: float = 0.005
@@ -60,24 +56,26 @@ class Schedule:
     balance_rate: float = 1e-3
     seed: int = 1
     bf16: bool = True
-    freeze_tower: bool = False  # after the first phase: a third faster, while the network learns to ask
 
-    @property
-    def total(self) -> int:
-        return self.see_steps + self.learn_steps + self.choose_steps
-
-    def rate(self, step: int) -> float:
-        """Factor on the peak rates."""
-        left = (self.total - step) / (self.decay_share * self.total)
+    def rate(self, step: int, total: int) -> float:
+        """Factor on the peak rates in a run of `total` steps."""
+        left = (total - step) / (self.decay_share * total)
         return min(1.0, (step + 1) / 100, max(left, 0.0))
 
 
 class Trainer:
     """Network, optimisers and counters; everything that a resumed run needs is in `state()`."""
 
-    def __init__(self, folder: Path, schedule: Schedule, compiled: bool, ranks: Ranks | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        schedule: Schedule,
+        compiled: bool,
+        ranks: Ranks | None = None,
+        stages: Sequence[Stage] = CURRICULUM,
+    ) -> None:
         """folder: of the run, prepared by `prepare`."""
-        self.folder, self.schedule, self.ranks = folder, schedule, ranks or Ranks()
+        self.folder, self.schedule, self.ranks, self.stages = folder, schedule, ranks or Ranks(), stages
         self.config = load_model_config(folder)
         self.recorder = Recorder()
         self.network = new_network(self.config, training_ops(self.recorder, compiled), schedule.seed)
@@ -99,6 +97,15 @@ class Trainer:
         )
         self.step, self.next_sample = 0, 0
         self.meters: dict[str, list[float]] = defaultdict(list)
+
+    @property
+    def stage(self) -> Stage:
+        return stage_at(self.stages, self.step)
+
+    @property
+    def total(self) -> int:
+        """Steps of all stages."""
+        return sum(stage.steps for stage in self.stages)
 
     def state(self) -> dict[str, Any]:
         return {
@@ -140,7 +147,7 @@ class Trainer:
     def train_step(self, batch: list[Example]) -> None:
         """One update."""
         self.recorder.clear()
-        self.recorder.dense = self.step < self.schedule.see_steps + self.schedule.learn_steps
+        self.recorder.dense = self.stage.dense
         loss = self._loss(batch)
         self.muon.zero_grad()
         self.adam.zero_grad()
@@ -148,7 +155,7 @@ class Trainer:
         self.ranks.average_gradients([*self.network.parameters(), *self.probe.parameters(), *self.places.parameters()])
         grown = nn.utils.clip_grad_norm_([p for p in self.network.parameters() if p.grad is not None], 1.0)
         self.meters["grad_norm"].append(float(grown))
-        rate = self.schedule.rate(self.step)
+        rate = self.schedule.rate(self.step, self.total)
         for optimiser, peak in ((self.muon, self.schedule.muon_rate), (self.adam, self.schedule.adam_rate)):
             for group in optimiser.param_groups:
                 group["lr"] = peak * rate
@@ -157,12 +164,11 @@ class Trainer:
         self.step += 1
 
     def _loss(self, batch: list[Example]) -> Tensor:
-        seeing = self.step < self.schedule.see_steps
         # The tower alone in bf16: its few large products gain, while the network's many shapes would each be compiled.
-        trains = seeing or not self.schedule.freeze_tower
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.schedule.bf16), torch.set_grad_enabled(trains):
+        bf16, stage = self.schedule.bf16, self.stage
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16), torch.set_grad_enabled(stage.tower):
             rows, cell_loss = self._see(batch)
-        if seeing:
+        if not stage.network:
             return cell_loss
         features = _features(batch, rows)
         sequences = [
@@ -265,7 +271,8 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true", help="do not compile the small operations")
     parser.add_argument("--start", type=Path, help="weights to begin a new run with, instead of random ones")
     parser.add_argument("--ranks", type=int, default=1, help="processes that share the work")
-    parser.add_argument("--skills", default="", help="instead of the suite's mix: name=weight,name=weight,...")
+    parser.add_argument("--stages", default="", help="instead of the whole curriculum: name=steps,name=steps,...")
+    parser.add_argument("--skills", default="", help="instead of the stages' mixes: name=weight,name=weight,...")
     for name, value in asdict(Schedule()).items():
         kind = {"action": argparse.BooleanOptionalAction} if isinstance(value, bool) else {"type": type(value)}
         parser.add_argument(f"--{name.replace('_', '-')}", default=value, **kind)
@@ -273,9 +280,10 @@ def main() -> None:
     out, minutes, eager = arguments.pop("out"), arguments.pop("minutes"), arguments.pop("eager")
     pairs = [pair.split("=") for pair in arguments.pop("skills").split(",") if pair]
     skills = {name: float(weight) for name, weight in pairs} or None
+    stages = chosen_stages(arguments.pop("stages"), skills)
     num_ranks, start = arguments.pop("ranks"), arguments.pop("start")
     prepare(out)
-    launch(num_ranks, work, out, Schedule(**arguments), not eager, minutes, skills, start)
+    launch(num_ranks, work, out, Schedule(**arguments), not eager, minutes, stages, start)
 
 
 def prepare(folder: Path) -> None:
@@ -305,23 +313,22 @@ def work(
     schedule: Schedule,
     compiled: bool,
     minutes: float,
-    skills: dict[str, float] | None,
+    stages: Sequence[Stage],
     start: Path | None,
 ) -> None:
-    """Train to the end of the schedule or of the time; rank 0 logs a line of means every 20 steps, saves every 100."""
-    trainer, started = Trainer(folder, schedule, compiled, ranks), time.monotonic()
+    """Train to the end of the stages or of the time; rank 0 logs a line of means every 20 steps, saves every 100."""
+    trainer, started = Trainer(folder, schedule, compiled, ranks, stages), time.monotonic()
     if start is not None and not (folder / "state.pt").exists():
         trainer.start_from(start)
     trainer.resume()
-    batches, seeing = None, True
-    while trainer.step < schedule.total and ranks.agree(time.monotonic() - started < minutes * 60):
-        if batches is None or seeing != (trainer.step < schedule.see_steps):
-            seeing = trainer.step < schedule.see_steps
+    batches, stage = None, None
+    while trainer.step < trainer.total and ranks.agree(time.monotonic() - started < minutes * 60):
+        if batches is None or stage is not trainer.stage:
+            stage = trainer.stage
             if batches is not None:
                 batches.close()
-            chosen = SEEN if seeing else skills
             first = trainer.next_sample + ranks.rank
-            batches = Batches(folder, first, chosen, schedule.batch_tokens, TRAIN_SEED, ranks.size)
+            batches = Batches(folder, first, dict(stage.skills), schedule.batch_tokens, TRAIN_SEED, ranks.size)
         after, batch = batches.next()
         trainer.next_sample = after - ranks.rank
         before = time.monotonic()
@@ -329,7 +336,7 @@ def work(
         trainer.meters["seconds"].append(time.monotonic() - before)
         if ranks.rank == 0 and trainer.step % 20 == 0:
             line = {name: round(sum(v) / len(v), 4) for name, v in trainer.meters.items()}
-            line = {"step": trainer.step, "samples": trainer.next_sample, **line}
+            line = {"step": trainer.step, "stage": stage.name, "samples": trainer.next_sample, **line}
             print(json.dumps(line), flush=True)
             with (folder / "log.jsonl").open("a", encoding="utf-8") as log:
                 log.write(json.dumps(line) + "\n")

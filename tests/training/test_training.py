@@ -7,17 +7,23 @@ import torch
 from deepspan.config.model import load_model_config
 from deepspan.ops.registry import reference_ops
 from deepspan.runtime.batch_builder import SequenceInput, build_batch
-from deepspan.skills.suite import TRAIN_SEED, sample
+from deepspan.skills.suite import SKILLS, TRAIN_SEED, sample
 from deepspan.text.tokenizer import Tokenizer
 from deepspan.weights.load import load_model
 from training import recipe
+from training.curriculum import CURRICULUM, Stage, chosen_stages, stage_at
 from training.data import encode_example, examples
+from training.exercises import EXERCISES
 from training.export import export
 from training.ops import Recorder, training_ops
 from training.optim import orthogonalise
 from training.ranks import Ranks, launch
 from training.train import Schedule, Trainer, prepare, save_start
 
+STAGES = (
+    Stage(name="learn", steps=2, skills={"adding": 1.0}),
+    Stage(name="choose", steps=2, skills={"adding": 1.0}, dense=False),
+)
 SMALL = {"head_dim": 32, "qk_rope_head_dim": 8, "index_head_dim": 16, "index_topk": 4, "sliding_window": 16}
 
 
@@ -30,7 +36,7 @@ def small_recipe(monkeypatch):
 @pytest.fixture
 def trainer(small_recipe, tmp_path):
     prepare(tmp_path)
-    return Trainer(tmp_path, Schedule(see_steps=0, learn_steps=2, choose_steps=2, bf16=False), compiled=False)
+    return Trainer(tmp_path, Schedule(bf16=False), compiled=False, stages=STAGES)
 
 
 def _logits(network, config, token_ids):
@@ -87,7 +93,7 @@ def test_trainer_stopped_and_resumed_goes_on_as_if_never_stopped(trainer, tmp_pa
     trainer.train_step(first)
     trainer.save()
     trainer.train_step(second)
-    resumed = Trainer(tmp_path, trainer.schedule, compiled=False)
+    resumed = Trainer(tmp_path, trainer.schedule, compiled=False, stages=STAGES)
     resumed.resume()
     assert resumed.step == 1
     resumed.train_step(second)
@@ -133,3 +139,56 @@ def test_start_joined_from_two_runs_takes_each_side_from_its_run(trainer, tmp_pa
     for name, value in begun.network.state_dict().items():
         source = seen if name.startswith(("vision.", "aligner.")) else read
         assert torch.allclose(value.float(), source["network"][name].float(), rtol=1e-2), name
+
+
+def test_stages_are_passed_in_order_and_the_last_one_stays():
+    names = [stage_at(STAGES, step).name for step in range(6)]
+    assert names == ["learn"] * 2 + ["choose"] * 4
+
+
+def test_stages_of_the_curriculum_draw_known_exercises_and_end_as_served():
+    assert {name for stage in CURRICULUM for name in stage.skills} <= set(SKILLS) | set(EXERCISES)
+    assert not CURRICULUM[-1].dense
+    assert [stage.name for stage in CURRICULUM if not stage.network] == ["see"]
+
+
+def test_chosen_stages_have_other_lengths_and_mixes():
+    stages = chosen_stages("place=7,choose=3", {"adding": 1.0})
+    assert [(stage.name, stage.steps, dict(stage.skills)) for stage in stages] == [
+        ("place", 7, {"adding": 1.0}),
+        ("choose", 3, {"adding": 1.0}),
+    ]
+    with pytest.raises(ValueError, match="no stage 'sea'"):
+        chosen_stages("sea=1", None)
+
+
+@pytest.mark.parametrize(("network", "tower"), [(False, True), (True, False), (True, True)])
+def test_stage_moves_what_it_trains_and_nothing_else(small_recipe, tmp_path, network, tower):
+    prepare(tmp_path)
+    stage = Stage(name="x", steps=5, skills={"colour": 1.0}, network=network, tower=tower)
+    trainer = Trainer(tmp_path, Schedule(bf16=False), compiled=False, stages=(stage,))
+    before = {name: value.clone() for name, value in trainer.network.named_parameters()}
+    trainer.train_step(next(examples(tmp_path, 0, dict(stage.skills), 300))[1])
+    moved = {name for name, value in trainer.network.named_parameters() if not torch.equal(value, before[name])}
+    assert any(name.startswith("vision.") for name in moved) is tower
+    assert any(name.startswith("layers.") and "gate.bias" not in name for name in moved) is network
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_exercises_have_questions_with_answers(name):
+    for seed in range(20):
+        drawn = EXERCISES[name](np.random.default_rng(seed))
+        assert all(turn.question and turn.answer for turn in drawn.turns)
+
+
+def test_listing_names_each_shape_once_from_left_to_right():
+    for seed in range(20):
+        drawn = EXERCISES["listing"](np.random.default_rng(seed))
+        shapes = sorted(drawn.images[0].shapes, key=lambda shape: shape.box[0] + shape.box[2])
+        found = {turn.question: turn.answer for turn in drawn.turns}
+        for question, words in (
+            ("List the colours.", "{0.colour} {0.kind}"),
+            ("List the shapes.", "{0.kind} {0.colour}"),
+        ):
+            if question in found:
+                assert found[question] == ", ".join(words.format(shape) for shape in shapes)
