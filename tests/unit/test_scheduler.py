@@ -119,7 +119,7 @@ def test_third_full_request_waits_where_two_fit():
 
 
 def test_last_request_is_preempted_when_blocks_run_out_and_goes_on_later():
-    scheduler = _scheduler(num_blocks=4)
+    scheduler = _scheduler(num_blocks=5)
     scheduler.add(0, request([1] * 30, max_tokens=20))
     scheduler.add(1, request([2] * 30, max_tokens=20))
     _step(scheduler)
@@ -130,6 +130,14 @@ def test_last_request_is_preempted_when_blocks_run_out_and_goes_on_later():
     scheduler.abort(0)
     tokens = len(scheduler.sequence(1).token_ids)
     assert _step(scheduler)[1][1] == tokens
+
+
+def test_request_without_room_to_grow_beside_the_others_waits():
+    scheduler = _scheduler(num_blocks=4)
+    for number in range(2):
+        scheduler.add(number, request([number + 1] * 30, max_tokens=20))
+    _step(scheduler)
+    assert (scheduler.num_running, scheduler.num_waiting) == (1, 1)
 
 
 def test_sibling_waits_for_the_prompt_and_shares_it():

@@ -186,8 +186,10 @@ class Scheduler:
             end = self._chunk_end(sequence, prefix, step)
             blocks = None
             if end > prefix:
-                reserved = end + self._engine.num_drafts
-                blocks = self._cache.admit(sequence.request_id, prefix, reserved, len(sequence.token_ids))
+                # Room for the whole prompt, and for one more block of each that runs: starting without it would only
+                # push somebody out again before long.
+                room = len(sequence.token_ids) + len(self._running) * self._cache.block_tokens
+                blocks = self._cache.admit(sequence.request_id, prefix, end + self._engine.num_drafts, room)
             if blocks is None:
                 self._drop_all_images(sequence)
                 return
