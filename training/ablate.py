@@ -21,7 +21,7 @@ from deepspan.ops.registry import Provider
 from deepspan.ops.router import route
 from deepspan.ops.rows import Rows
 from deepspan.ops.vision import unfold_tiles
-from deepspan.runtime import step_builder
+from deepspan.runtime import batch_builder
 from deepspan.runtime.visibility import visible_intervals
 
 SKILLS = ("reading", "colour", "shape", "position", "counting", "which", "lookup", "recall", "recall_600")
@@ -74,7 +74,7 @@ def main() -> None:
         providers = [Provider(op=ablation[0], name=name, function=ablation[1])] if ablation and ablation[0] else []
         llm = LLM(arguments.model, device="cpu", providers=providers)
         intervals = causal_intervals if name == CAUSAL else visible_intervals
-        with patch.object(step_builder, "visible_intervals", intervals):
+        with patch.object(batch_builder, "visible_intervals", intervals):
             scores = evaluate(llm, arguments.questions, skills=SKILLS)
         print(f"| {name} | " + " | ".join(f"{score.accuracy:.0%}" for score in scores) + " |", flush=True)
 

@@ -68,7 +68,6 @@ class Paged:
                 ChunkInput(
                     row=row,
                     start=start,
-                    end=end,
                     token_ids=prompt.ids[start:end],
                     kinds=kinds,
                     spans=prompt.spans,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from deepspan.config.model import OVERLAP_RATIO, ModelConfig
-from deepspan.model.batch import CompressedMetadata, ForwardBatch, LayerCache
+from deepspan.model.batch import BatchCaches, CompressedMetadata, ForwardBatch, LayerCache
 from deepspan.model.compressor import Compressor
 from deepspan.model.layers import Linear, RMSNorm, empty
 from deepspan.model.rope import BatchRope
@@ -68,7 +68,11 @@ class Attention(torch.nn.Module):
         q = self.wq_b(qr).unflatten(-1, (self.num_heads, self.dim))
         q = self._ops.apply_rope(self._ops.rms_norm(q, None, self._eps), cos, sin)
         # Every row of the batch is stored before any is read: rows of an image see those behind them.
-        rows = self._store_rows(self._ops.apply_rope(self.kv_norm(self.wkv(x_TD)), cos, sin), batch, cache)
+        new = self._ops.apply_rope(self.kv_norm(self.wkv(x_TD)), cos, sin)
+        if cache is None or batch.caches is None:
+            rows: Rows = FlatRows(rows=new, firsts=tuple(part.first for part in batch.parts))
+        else:
+            rows = _store(new, cache.window, "window", batch.caches.window_slots, batch.caches)
         entries = selected = None
         entry_hi = meta.row_lo
         if self.compressor is not None:
@@ -83,12 +87,6 @@ class Attention(torch.nn.Module):
             self.attn_sink, self.dim**-0.5, meta.blocks[self.ratio],
         )  # fmt: skip
         return self._project_out(self._ops.apply_rope(out, cos, sin, inverse=True))
-
-    def _store_rows(self, rows_TK: Tensor, batch: ForwardBatch, cache: LayerCache | None) -> Rows:
-        if cache is None or batch.caches is None:
-            return FlatRows(rows=rows_TK, firsts=tuple(part.first for part in batch.parts))
-        cache.window.flatten(0, 1)[batch.caches.window_slots] = rows_TK.to(cache.window.dtype)
-        return PagedRows(cache=cache.window, tables=batch.caches.tables["window"], places=batch.caches.places)
 
     def _select(
         self,
@@ -125,5 +123,10 @@ def _store_entries(
         firsts = accumulate(meta.num_entries[:-1], initial=0)
         return FlatRows(rows=new_NK, firsts=tuple(firsts))
     assert meta.slots is not None, "a cache needs slots"
-    cache.flatten(0, 1)[meta.slots[family]] = new_NK.to(cache.dtype)
-    return PagedRows(cache=cache, tables=batch.caches.tables[family], places=batch.caches.places)
+    return _store(new_NK, cache, family, meta.slots[family], batch.caches)
+
+
+def _store(new_NK: Tensor, cache: Tensor, family: str, slots_N: Tensor, caches: BatchCaches) -> PagedRows:
+    """Write rows to their slots; returns all rows that the cache holds of each sequence."""
+    cache.flatten(0, 1)[slots_N] = new_NK.to(cache.dtype)
+    return PagedRows(cache=cache, tables=caches.tables[family], places=caches.places)

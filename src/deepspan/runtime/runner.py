@@ -113,7 +113,7 @@ class Runner:
         self._features |= {job.image.digest: part for job, part in zip(jobs, ordered, strict=True)}
 
     def _input(self, chunk: Chunk) -> ChunkInput:
-        """Raises InputError if the chunk cuts an image, KeyError if an image was not encoded."""
+        """Raises InputError if the chunk cuts an image, or an image was not encoded."""
         request, (start, end) = self._rows[chunk.row].request, (chunk.start, chunk.end)
         check_chunk(start, end, request.spans, self._longest_span)
         own = request.kinds[start:end]
@@ -134,7 +134,6 @@ class Runner:
         return ChunkInput(
             row=chunk.row,
             start=start,
-            end=end,
             token_ids=np.asarray(chunk.token_ids, dtype=np.int64),
             kinds=kinds,
             spans=request.spans,

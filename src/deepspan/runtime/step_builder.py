@@ -6,7 +6,7 @@ the last rows of a block go to a compressor's state, as many as the block keeps.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -14,38 +14,18 @@ from torch import Tensor
 
 from deepspan.config.engine import EngineConfig
 from deepspan.config.model import ModelConfig
-from deepspan.core.media import ImageSpan, TokenKind
 from deepspan.kv.families import Family
-from deepspan.model.batch import (
-    AttentionMetadata,
-    BatchCaches,
-    CompressedMetadata,
-    ForwardBatch,
-    Part,
-    StateSlots,
-)
-from deepspan.runtime.batch_builder import QUERY_BLOCK, query_blocks
+from deepspan.model.batch import BatchCaches, ForwardBatch, Part, StateSlots
+from deepspan.runtime.batch_builder import SequenceInput, assemble, new_entries
 from deepspan.runtime.buffers import Buffer
 from deepspan.runtime.caches import Caches
-from deepspan.runtime.visibility import num_visible_entries, visible_intervals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkInput:
-    """Positions [start, end) of the sequence in a row of the block tables.
-
-    token_ids: int64, kinds: int8, of the chunk. features: encoder rows of its IMAGE tokens in emission order, None
-    without any. wanted: positions whose logits are wanted.
-    """
+class ChunkInput(SequenceInput):
+    """A chunk of the sequence in a row of the block tables."""
 
     row: int
-    start: int
-    end: int
-    token_ids: np.ndarray
-    kinds: np.ndarray
-    spans: Sequence[ImageSpan]
-    features: Tensor | None
-    wanted: Sequence[int]
 
 
 class StepBuilder:
@@ -59,7 +39,7 @@ class StepBuilder:
         caches: Caches,
         device: torch.device,
     ) -> None:
-        self._config, self._engine, self._caches = config, engine, caches
+        self._config, self._caches = config, caches
         self._families = {family.name: family for family in families}
         most, rows = engine.max_batched_tokens, engine.max_num_seqs
         per_token = ("token_ids", "kinds", "positions", "row_lo", "row_hi", "image_rows", "wanted", "window")
@@ -79,79 +59,35 @@ class StepBuilder:
 
     def build(self, chunks: Sequence[ChunkInput]) -> ForwardBatch:
         """One step. The batch is valid until the next call."""
-        assert chunks, "a step needs a chunk"
-        parts, first = [], 0
-        for chunk in chunks:
-            parts.append(Part(start=chunk.start, end=chunk.end, first=first, last=first + chunk.end - chunk.start))
-            first = parts[-1].last
-        kinds = np.concatenate([chunk.kinds for chunk in chunks])
-        positions = np.concatenate([np.arange(part.start, part.end) for part in parts])
-        image_rows = np.flatnonzero(kinds == TokenKind.IMAGE)
-        features = [chunk.features for chunk in chunks if chunk.features is not None]
-        num_features = sum(len(rows) for rows in features)
-        assert num_features == len(image_rows), f"{num_features} feature rows for {len(image_rows)} IMAGE tokens"
-        wanted = [
-            np.asarray(chunk.wanted, dtype=np.int64) + (part.first - part.start)
-            for chunk, part in zip(chunks, parts, strict=True)
-        ]
-        fill = self._fill
-        return ForwardBatch(
-            token_ids=fill("token_ids", np.concatenate([chunk.token_ids for chunk in chunks])),
-            kinds=fill("kinds", kinds),
-            positions=fill("positions", positions),
-            parts=tuple(parts),
-            has_images=bool((kinds != TokenKind.TEXT).any()),
-            image_rows=fill("image_rows", image_rows),
-            image_features=torch.cat(features) if features else None,
-            logits_rows=fill("wanted", np.concatenate(wanted)),
-            attention=self._attention(chunks, parts),
-            caches=BatchCaches(
-                layers=self._caches.layers,
-                tables=self._caches.tables,
-                places=tuple(chunk.row for chunk in chunks),
-                window_slots=fill("window", self._slots("window", chunks, parts)),
-                seqused=self._fill_whole("seqused", [part.end - part.start for part in parts]),
-                start_pos=self._fill_whole("start_pos", [part.start for part in parts]),
-            ),
+        batch = assemble(chunks, self._config, self._fill)
+        parts = batch.parts
+        compressed = {
+            ratio: replace(
+                meta,
+                slots=self._entry_slots(ratio, chunks, parts),
+                state=self._state(self._families[f"state_{ratio}"], chunks, parts),
+            )
+            for ratio, meta in batch.attention.compressed.items()
+        }
+        positions = [np.arange(part.start, part.end) for part in parts]
+        caches = BatchCaches(
+            layers=self._caches.layers,
+            tables=self._caches.tables,
+            places=tuple(chunk.row for chunk in chunks),
+            window_slots=self._fill("window", self._slots(self._families["window"], chunks, positions)),
+            seqused=self._fill_whole("seqused", [part.end - part.start for part in parts]),
+            start_pos=self._fill_whole("start_pos", [part.start for part in parts]),
         )
+        return replace(batch, attention=replace(batch.attention, compressed=compressed), caches=caches)
 
-    def _attention(self, chunks: Sequence[ChunkInput], parts: Sequence[Part]) -> AttentionMetadata:
-        window = self._config.sliding_window
-        intervals = [visible_intervals(chunk.start, chunk.end, window, chunk.spans) for chunk in chunks]
-        row_lo, row_hi = (np.concatenate(bounds) for bounds in zip(*intervals, strict=True))
-        blocks = {0: query_blocks(parts, QUERY_BLOCK, row_lo, row_hi, 0)}
-        compressed: dict[int, CompressedMetadata] = {}
-        for ratio in self._config.ratios_in_use():
-            blocks[ratio] = query_blocks(parts, QUERY_BLOCK, row_lo, row_hi, ratio)
-            compressed[ratio] = self._compressed(ratio, chunks, parts)
-        return AttentionMetadata(
-            row_lo=self._fill("row_lo", row_lo),
-            row_hi=self._fill("row_hi", row_hi),
-            compressed=compressed,
-            blocks=blocks,
-        )
-
-    def _compressed(self, ratio: int, chunks: Sequence[ChunkInput], parts: Sequence[Part]) -> CompressedMetadata:
-        groups = [np.arange(part.start // ratio, part.end // ratio) for part in parts]
-        slots: dict[str, Tensor] = {}
-        for family in self._families.values():
-            if family.kind == "rows" and family.ratio == ratio:
-                table, size = self._caches.tables_host(family.name), family.block_rows
-                found = [
-                    table[chunk.row, mine // size] * size + mine % size
-                    for chunk, mine in zip(chunks, groups, strict=True)
-                ]
-                slots[family.name] = self._fill(family.name, np.concatenate(found))
-        return CompressedMetadata(
-            entry_hi=self._fill(
-                f"{ratio}.entry_hi",
-                np.concatenate([num_visible_entries(part.start, part.end, ratio) for part in parts]),
-            ),
-            positions=self._fill(f"{ratio}.positions", np.concatenate(groups) * ratio),
-            num_entries=tuple(part.end // ratio for part in parts),
-            slots=slots,
-            state=self._state(self._families[f"state_{ratio}"], chunks, parts),
-        )
+    def _entry_slots(self, ratio: int, chunks: Sequence[ChunkInput], parts: Sequence[Part]) -> dict[str, Tensor]:
+        """Where new entries go, by family: entries and the indexer's keys have tables of their own."""
+        entries = [new_entries(part, ratio) for part in parts]
+        return {
+            name: self._fill(name, self._slots(family, chunks, entries))
+            for name, family in self._families.items()
+            if family.kind == "rows" and family.ratio == ratio
+        }
 
     def _state(self, family: Family, chunks: Sequence[ChunkInput], parts: Sequence[Part]) -> StateSlots:
         read, write, written, num_read = [], [], [], []
@@ -178,12 +114,11 @@ class StepBuilder:
         inside = positions % family.block_tokens % family.block_rows
         return table[row, positions // family.block_tokens] * family.block_rows + inside
 
-    def _slots(self, family: str, chunks: Sequence[ChunkInput], parts: Sequence[Part]) -> np.ndarray:
-        table, size = self._caches.tables_host(family), self._engine.block_tokens
-        positions = [np.arange(part.start, part.end) for part in parts]
-        return np.concatenate(
-            [table[chunk.row, mine // size] * size + mine % size for chunk, mine in zip(chunks, positions, strict=True)]
-        )
+    def _slots(self, family: Family, chunks: Sequence[ChunkInput], numbers: Sequence[np.ndarray]) -> np.ndarray:
+        """Slots of a family's rows by their numbers in each chunk's sequence, chunks one after the other."""
+        table, size = self._caches.tables_host(family.name), family.block_rows
+        found = [table[chunk.row, own // size] * size + own % size for chunk, own in zip(chunks, numbers, strict=True)]
+        return np.concatenate(found)
 
     def _fill(self, name: str, values: np.ndarray) -> Tensor:
         return self._buffers[name].fill(values)
