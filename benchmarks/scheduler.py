@@ -3,25 +3,26 @@
 An executor that answers at once, so that what is left is planning, cache accounting and output handling.
 """
 
-from collections.abc import Iterator
 from tempfile import TemporaryDirectory
 
 import numpy as np
 
 from benchmarks.report import best_of, options, write
 from deepspan.config.engine import EngineConfig
+from deepspan.config.model import parse_model_config
 from deepspan.core.media import TokenKind
 from deepspan.core.request import Request
 from deepspan.core.sampling import SamplingParams
 from deepspan.core.step import StepPlan, StepResult
 from deepspan.engine.core import EngineCore
-from deepspan.kv.families import Family
+from deepspan.kv.families import Family, cache_families
 from deepspan.kv.manager import CacheManager
 from deepspan.sched.scheduler import Scheduler
 from deepspan.text.tiny_tokenizer import write_tiny_tokenizer
 from deepspan.text.tokenizer import Tokenizer
+from deepspan.weights.tiny import tiny_config
 
-RATIOS = (4, 128)
+RATIOS = (0, 4, 128)
 PROMPT, NEW = 600, 200
 
 
@@ -32,15 +33,9 @@ class NoOpExecutor:
         return StepResult(tokens={chunk.request_id: 65 for chunk in plan.chunks if chunk.samples})
 
 
-def families() -> Iterator[Family]:
-    """As many families, and as large, as the released model has."""
-    yield Family(name="window", kind="window", ratio=1, reach=127, layers=(0,), block_tokens=128, block_rows=128,
-                 row_bytes=1)  # fmt: skip
-    for ratio in RATIOS:
-        for name, kind in ((f"rows_{ratio}", "rows"), (f"index_{ratio}", "rows"), (f"state_{ratio}", "state")):
-            if name != "index_128":
-                yield Family(name=name, kind=kind, ratio=ratio, reach=0, layers=(0,), block_tokens=128,
-                             block_rows=128 // ratio, row_bytes=1)  # type: ignore[arg-type]  # fmt: skip
+def families() -> tuple[Family, ...]:
+    """As many families as the released model has."""
+    return cache_families(parse_model_config(tiny_config(vocab_size=300, ratios=RATIOS, vision=False)), 128, 2)
 
 
 def prompt(number: int) -> Request:
@@ -57,7 +52,7 @@ def prompt(number: int) -> Request:
 def run(tokenizer: Tokenizer, num_requests: int) -> int:
     """Serve so many requests at once; returns the number of steps."""
     engine = EngineConfig(max_num_seqs=num_requests, max_batched_tokens=2048, max_model_len=4096)
-    kinds = tuple(families())
+    kinds = families()
     cache = CacheManager(kinds, {family.name: 16 * num_requests + 64 for family in kinds})
     core = EngineCore(Scheduler(engine, cache), NoOpExecutor(), tokenizer)
     ids = [request_id for number in range(num_requests) for request_id in core.add(prompt(number))]

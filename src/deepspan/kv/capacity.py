@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from deepspan.config.engine import EngineConfig
-from deepspan.config.model import OVERLAP_RATIO
 from deepspan.errors import ConfigError
 from deepspan.kv.families import Family
 
@@ -38,19 +37,12 @@ def sliding_blocks(look_back: int, in_flight: int, length: int, block_tokens: in
     return full_blocks(min(look_back + in_flight, length), block_tokens) + 1
 
 
-def look_back(family: Family) -> int:
-    """Tokens before the next one that a sliding family keeps at most."""
-    if family.kind == "window":
-        return family.reach
-    return (2 if family.ratio == OVERLAP_RATIO else 1) * family.ratio - 1
-
-
 def request_blocks(family: Family, length: int, in_flight: int) -> int:
     """Blocks of a family that one request of `length` tokens holds at most."""
     full = full_blocks(length, family.block_tokens)
     if family.kind == "rows":
         return full
-    return min(full, sliding_blocks(look_back(family), in_flight, length, family.block_tokens))
+    return min(full, sliding_blocks(family.reach, in_flight, length, family.block_tokens))
 
 
 def in_flight_tokens(engine: EngineConfig) -> int:
@@ -113,4 +105,4 @@ def _working_blocks(family: Family, engine: EngineConfig) -> int:
 
 def _decoding(family: Family, engine: EngineConfig) -> int:
     """Blocks of a sliding family that one request holds while it decodes."""
-    return sliding_blocks(look_back(family), 1 + engine.num_drafts, engine.max_model_len, family.block_tokens)
+    return sliding_blocks(family.reach, 1 + engine.num_drafts, engine.max_model_len, family.block_tokens)

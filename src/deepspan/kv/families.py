@@ -17,8 +17,9 @@ Kind = Literal["rows", "window", "state"]
 class Family:
     """One kind of cache, for all layers that have it.
 
-    kind: `rows` are compressed and kept from the first token on; `window` keeps raw rows of the last `reach` tokens;
-    `state` keeps what a compressor needs of the groups that are not complete (and, with overlap, of the one before).
+    kind: `rows` are compressed and kept from the first token on; `window` keeps raw rows; `state` keeps what a
+    compressor needs of the groups that are not complete (and, with overlap, of the one before).
+    reach: tokens before the next one that a window or state keeps at most.
     ratio: of rows and state, 1 for a window. layers: that have it. block_rows: rows of one block in one layer; a state
     has fewer than tokens where only the last ones matter: token p lies in row `p % block_tokens % block_rows`.
     row_bytes: bytes of one row in one layer.
@@ -89,6 +90,14 @@ def cache_families(config: ModelConfig, block_tokens: int, dtype_bytes: int, num
             families.append(replace(rows, name=f"index_{ratio}", row_bytes=config.index_head_dim * dtype_bytes))
         # Projected values and gates in fp32; with overlap two of each, for the entries and for the indexer's keys.
         width = 2 * (config.head_dim + config.index_head_dim) if overlap else config.head_dim
-        kept = min(block_tokens, (2 if overlap else 1) * ratio + -(-num_drafts // ratio) * ratio)
-        families.append(replace(rows, name=f"state_{ratio}", kind="state", block_rows=kept, row_bytes=2 * 4 * width))
+        pooled = (2 if overlap else 1) * ratio
+        state = replace(
+            rows,
+            name=f"state_{ratio}",
+            kind="state",
+            reach=pooled - 1,
+            block_rows=min(block_tokens, pooled + -(-num_drafts // ratio) * ratio),
+            row_bytes=2 * 4 * width,
+        )
+        families.append(state)
     return tuple(families)
