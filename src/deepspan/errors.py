@@ -25,5 +25,9 @@ class ImageError(InputError):
     """An image that cannot be decoded or is over a limit."""
 
 
+class ContextError(InputError):
+    """A prompt that leaves no room for an answer in the context."""
+
+
 class OverloadedError(DeepspanError):
     """So many requests are waiting that another one would only wait too; try again later."""

@@ -47,7 +47,7 @@ def test_encode_golden_messages_equals_prompt(case):
 
 
 def test_golden_cases_are_all_there():
-    assert len({case["name"] for case in GOLDEN}) == 43
+    assert len({case["name"] for case in GOLDEN}) == 60
 
 
 @pytest.mark.parametrize(
@@ -244,8 +244,9 @@ def test_effort_of_server_that_does_not_think_by_default_is_asked_for(request_fi
         ({"response_format": "json_object"}, r"response_format\.type"),
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, r"json_schema\.schema"),
         ({"add_generation_prompt": True, "continue_final_message": True}, "cannot both"),
-        ({"tools": [{}]}, "tools: tools are not supported yet"),
-        ({"tool_choice": "required"}, "tool_choice: tools are not supported yet"),
+        ({"tools": [{}]}, r"tools\[0\]\.function must be an object"),
+        ({"tool_choice": "required"}, "tool_choice is required, and no tools are given"),
+        ({"functions": []}, "functions is the old form of tools"),
     ],
 )
 def test_options_of_wrong_switch_are_refused_by_name(request_fields, message):
@@ -297,10 +298,10 @@ def test_options_of_request_read_format_and_ending():
         ([_user("x", task="query"), _user("y")], r"messages\[0\]\.task: only the last"),
         (
             [_user("x"), {"role": "tool", "content": "r"}],
-            r"messages\[1\]\.role: tools and their results are not supported",
+            r"messages\[1\]: a tool result needs a call before it",
         ),
-        ([_user("x"), _assistant(None, tool_calls=[{}])], r"messages\[1\]\.tool_calls: tools are not supported yet"),
-        ([{"role": "system", "content": "", "tools": [{}]}], r"messages\[0\]\.tools: tools are not supported yet"),
+        ([_user("x"), _assistant(None, tool_calls=[{}])], r"messages\[1\]\.tool_calls\[0\]\.function must be an object"),
+        ([{"role": "system", "content": "", "tools": [{}]}], r"messages\[0\]\.tools: tools are a field of the request"),
     ],
 )
 def test_encode_message_without_a_place_is_refused_by_place(messages, message):

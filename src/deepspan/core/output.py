@@ -7,6 +7,8 @@ Made by `engine.outputs`, read by `llm` and the command line.
 from dataclasses import dataclass, field
 from typing import Literal
 
+from deepspan.core.calls import CallDelta, ToolCall
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
@@ -30,7 +32,7 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenEvent:
-    """One new token of one request. text and reasoning are deltas; finish_reason is set on the terminal event only.
+    """One new token of one request. text, reasoning, calls: what is new; finish_reason: on the terminal event only.
 
     token_id: None where a request ends without a new token (aborted or failed). error: what failed.
     """
@@ -40,6 +42,7 @@ class TokenEvent:
     text: str
     reasoning: str
     finish_reason: FinishReason | None
+    calls: tuple[CallDelta, ...] = ()
     logprobs: TokenLogprobs | None = None
     error: str | None = None
 
@@ -48,8 +51,9 @@ class TokenEvent:
 class RequestOutput:
     """A finished request.
 
-    text: the answer. reasoning: what came before the closing think tag, empty in chat mode. token_ids: all generated
-    ids, the end-of-sentence token included. num_image_tokens: prompt tokens that belong to images, pads included.
+    text: the answer. reasoning: what came before the closing think tag, empty in chat mode. calls: of tools; one that
+    is not complete is there only if a limit cut it off. token_ids: all generated ids, the end-of-sentence token
+    included; num_reasoning_tokens: how many of them were reasoning. num_image_tokens: prompt tokens that belong to images, pads included.
     num_cached_tokens: prompt tokens that were taken from the prefix cache; answers are equal whatever it is.
     stop: the string or token id that ended it.
     logprobs: of each new token; prompt_logprobs: of each prompt token after the first; None unless asked for.
@@ -63,6 +67,8 @@ class RequestOutput:
     num_prompt_tokens: int
     num_image_tokens: int
     num_cached_tokens: int = field(default=0, compare=False)
+    num_reasoning_tokens: int = 0
+    calls: tuple[ToolCall, ...] = ()
     stop: str | int | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None

@@ -4,7 +4,9 @@ A request is complete: ids and kinds of the expanded prompt, spans, prepared ima
 Made by `engine.inputs`, read by everything after it.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -14,12 +16,26 @@ from deepspan.errors import InputError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OutputForm:
+    """How the output is read. is_chat: reasoning, answer and calls are told apart; otherwise all of it is text.
+
+    tools: JSON schema of parameters by name of tool; None if markup of calls is text like any other.
+    """
+
+    is_chat: bool
+    tools: Mapping[str, Mapping[str, Any]] | None = None
+
+
+RAW = OutputForm(is_chat=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One prompt, expanded, with its images.
 
     token_ids: int64 [T]; image tokens carry sentinel ids. kinds: int8 [T]. spans and images: one each per image, in
     order. cache_salt: requests with different salts never share cached prefixes. choice: number among the choices of a
-    prompt, which draw from streams of their own.
+    prompt, which draw from streams of their own. form: how the output is read.
     Raises InputError if spans, kinds and images do not describe the same prompt.
     """
 
@@ -28,6 +44,7 @@ class Request:
     spans: tuple[ImageSpan, ...]
     images: tuple[PreparedImage, ...]
     params: SamplingParams
+    form: OutputForm = RAW
     cache_salt: bytes = b""
     choice: int = 0
 

@@ -33,7 +33,9 @@ class SamplingParams:
     presence_penalty, frequency_penalty: taken off the logits of tokens in the output, once and per occurrence.
     logit_bias: by token id, added. bad_words: token sequences that are never completed.
     max_tokens: new tokens at most. min_tokens: before these, neither the end of sequence nor `stop_token_ids` come.
-    stop: strings that end the text and do not appear in it. stop_token_ids: tokens that end it like the end token.
+    stop: strings that end the text and do not appear in it, unless include_stop_str_in_output.
+    stop_token_ids: tokens that end it like the end token. allowed_token_ids: nothing else is generated; empty for all.
+    skip_special_tokens: special tokens leave no trace in raw text.
     logprobs: how many alternatives of each new token are reported, None for no log-probabilities at all;
     prompt_logprobs: the same for the prompt's tokens.
     n: independent choices. seed: of the request's own random stream; None draws one when the request is built.
@@ -53,7 +55,10 @@ class SamplingParams:
     max_tokens: int = 256
     min_tokens: int = 0
     stop: Sequence[str] = ()
+    include_stop_str_in_output: bool = False
     stop_token_ids: Sequence[int] = ()
+    allowed_token_ids: Sequence[int] = ()
+    skip_special_tokens: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     n: int = 1
@@ -77,15 +82,17 @@ class SamplingParams:
             raise InputError(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}")
         if self.seed is not None and not (_is_integer(self.seed) and 0 <= self.seed < 2**64):
             raise InputError(f"seed must be an integer from 0 to 2^64 - 1, found {self.seed!r}")
-        if not isinstance(self.ignore_eos, bool):
-            raise InputError(f"ignore_eos must be true or false, found {self.ignore_eos!r}")
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise InputError(f"{name} must be true or false, found {getattr(self, name)!r}")
         self._check_lists()
 
     def _check_lists(self) -> None:
         if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
             raise InputError(f"stop must be a list of texts, none of them empty, found {self.stop!r}")
-        if not all(_is_token(token) for token in self.stop_token_ids):
-            raise InputError(f"stop_token_ids must be token ids, found {self.stop_token_ids!r}")
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            if not all(_is_token(token) for token in getattr(self, name)):
+                raise InputError(f"{name} must be token ids, found {getattr(self, name)!r}")
         if not all(len(word) and all(_is_token(token) for token in word) for word in self.bad_words):
             raise InputError(f"bad_words must be lists of token ids, none of them empty, found {self.bad_words!r}")
         for token, bias in self.logit_bias.items():
@@ -98,7 +105,8 @@ class SamplingParams:
     @property
     def is_plain_greedy(self) -> bool:
         """Whether the next token is the largest logit and nothing else is asked."""
-        changed = self.logit_bias or self.bad_words or self.min_tokens or self.logprobs is not None
+        restricted = self.bad_words or self.min_tokens or self.allowed_token_ids
+        changed = self.logit_bias or restricted or self.logprobs is not None
         penalised = self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty
         return self.temperature == 0 and not changed and not penalised
 

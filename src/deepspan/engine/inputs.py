@@ -5,6 +5,7 @@ the true position of each block; the number of slots equals the number of images
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,14 @@ from PIL import Image
 
 from deepspan.config.model import ModelConfig
 from deepspan.core.media import ImageSpan, PreparedImage, TokenKind
-from deepspan.core.request import Request
+from deepspan.core.request import RAW, OutputForm, Request
 from deepspan.core.sampling import SamplingParams
-from deepspan.errors import ImageError, InputError
+from deepspan.errors import ContextError, ImageError, InputError
 from deepspan.image.decode import DEFAULT_LIMITS, ImageLimits, ImageMode
 from deepspan.image.layout import num_lead_pads, place
 from deepspan.image.prepare import prepare_image
 from deepspan.text.chat import encode_chat
-from deepspan.text.segments import ImageSlot
+from deepspan.text.segments import ImageSlot, Segment
 from deepspan.text.switches import ChatOptions
 from deepspan.text.tokenizer import Tokenizer
 
@@ -46,20 +47,44 @@ class InputBuilder:
         self, messages: Sequence[Mapping[str, Any]], options: ChatOptions, params: SamplingParams
     ) -> Request:
         """Chat messages with image parts. Raises InputError naming the message and part at fault."""
-        segments = encode_chat(messages, options)
-        ids = self._tokenizer.encode(segments)
-        images = [self._prepare(segment) for segment in segments if isinstance(segment, ImageSlot)]
-        return self._request(ids, images, params)
+        return self.from_segments(encode_chat(messages, options), options, params)
 
-    def from_prompt(self, prompt: str | Sequence[int], params: SamplingParams) -> Request:
+    def from_segments(
+        self,
+        segments: Sequence[Segment],
+        options: ChatOptions,
+        params: SamplingParams,
+        *,
+        sources: Sequence[object] | None = None,
+        fit: bool = False,
+        cache_salt: bytes = b"",
+    ) -> Request:
+        """An encoded chat. sources: of its images in order, where the slots hold addresses.
+
+        fit: max_tokens is cut to what the context has room for, instead of being refused.
+        """
+        ids = self._tokenizer.encode(segments)
+        slots = [segment for segment in segments if isinstance(segment, ImageSlot)]
+        if sources is not None:
+            slots = [replace(slot, source=source) for slot, source in zip(slots, sources, strict=True)]
+        images = [self._prepare(slot) for slot in slots]
+        tools = {tool.name: tool.parameters for tool in options.offered_tools}
+        form = OutputForm(is_chat=True, tools=tools or None)
+        return self._request(ids, images, params, form=form, fit=fit, cache_salt=cache_salt)
+
+    def from_prompt(
+        self, prompt: str | Sequence[int], params: SamplingParams, *, fit: bool = False, cache_salt: bytes = b""
+    ) -> Request:
         """Raw text (nothing is added, special strings count) or vocabulary ids, without images."""
         if isinstance(prompt, str):
-            return self._request(self._tokenizer.encode_raw(prompt), [], params)
-        if not isinstance(prompt, Sequence | np.ndarray) or isinstance(prompt, bytes | bytearray):
+            ids: Sequence[int] = self._tokenizer.encode_raw(prompt)
+        elif not isinstance(prompt, Sequence | np.ndarray) or isinstance(prompt, bytes | bytearray):
             raise InputError(f"a prompt must be text or a list of token ids, found {type(prompt).__name__}")
-        for token_id in prompt:
-            self._check_id(token_id)
-        return self._request(prompt, [], params)
+        else:
+            ids = prompt
+            for token_id in prompt:
+                self._check_id(token_id)
+        return self._request(ids, [], params, fit=fit, cache_salt=cache_salt)
 
     def _prepare(self, slot: ImageSlot) -> PreparedImage:
         vision = self._config.vision
@@ -82,7 +107,8 @@ class InputBuilder:
             raise InputError(f"token id {token_id} stands for an image; give images in chat messages")
 
     def _check_params(self, params: SamplingParams) -> None:
-        named = [("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)]
+        names = ("stop_token_ids", "allowed_token_ids", "logit_bias")
+        named = [(name, getattr(params, name)) for name in names]
         for name, token_ids in [*named, *(("bad_words", word) for word in params.bad_words)]:
             for token_id in token_ids:
                 if token_id >= self._config.vocab_size:
@@ -90,15 +116,35 @@ class InputBuilder:
                         f"{name}: token id {token_id} is outside the vocabulary of {self._config.vocab_size}"
                     )
 
-    def _request(self, ids: Sequence[int], images: Sequence[PreparedImage], params: SamplingParams) -> Request:
+    def _request(
+        self,
+        ids: Sequence[int],
+        images: Sequence[PreparedImage],
+        params: SamplingParams,
+        *,
+        form: OutputForm = RAW,
+        fit: bool = False,
+        cache_salt: bytes = b"",
+    ) -> Request:
         self._check_params(params)
         token_ids, kinds, spans = expand_images(ids, images, self._tokenizer)
-        limit = self._max_model_len
-        if len(token_ids) + params.max_tokens > limit:
-            raise InputError(
-                f"{len(token_ids)} prompt tokens and max_tokens {params.max_tokens} are more than max_model_len {limit}"
+        room = self._max_model_len - len(token_ids)
+        if room < 1 or (room < params.max_tokens and not fit):
+            raise ContextError(
+                f"{len(token_ids)} prompt tokens and max_tokens {params.max_tokens} are more than max_model_len "
+                f"{self._max_model_len}"
             )
-        return Request(token_ids=token_ids, kinds=kinds, spans=spans, images=tuple(images), params=params)
+        if room < params.max_tokens:
+            params = replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
+        return Request(
+            token_ids=token_ids,
+            kinds=kinds,
+            spans=spans,
+            images=tuple(images),
+            params=params,
+            form=form,
+            cache_salt=cache_salt,
+        )
 
 
 def expand_images(

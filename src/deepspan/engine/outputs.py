@@ -1,13 +1,21 @@
-"""From token ids to text: detokenise, tell reasoning from answer, notice the end.
+"""From token ids to text: detokenise, parse, notice the end.
 
-Invariant: whether the output starts inside reasoning is read from the prompt's last token, never from request flags; a
+Invariants: whether the output starts inside reasoning is read from the end of the prompt, never from request flags; a
 request has exactly one terminal event. One per running request. Called by `engine.core`.
 """
 
+from collections.abc import Iterable
+
+import numpy as np
+
+from deepspan.core.calls import CallDelta
 from deepspan.core.media import TokenKind
 from deepspan.core.output import FinishReason, PromptLogprobs, RequestOutput, TokenEvent, TokenLogprobs
 from deepspan.core.request import Request
 from deepspan.text.detokenize import Detokenizer
+from deepspan.text.markup import BAR, THINK_CLOSE, THINK_OPEN
+from deepspan.text.parser import Delta, OutputParser
+from deepspan.text.special import SpecialIds
 from deepspan.text.stop import StopStrings
 from deepspan.text.tokenizer import Tokenizer
 
@@ -16,11 +24,17 @@ class OutputCollector:
     """Collects the tokens of one request."""
 
     def __init__(self, index: int, request: Request, tokenizer: Tokenizer) -> None:
-        self._index, self._request, self._special = index, request, tokenizer.special
-        self._detokenizer = Detokenizer(tokenizer)
-        self._stops = StopStrings(request.params.stop)
-        self._in_reasoning = int(request.token_ids[-1]) == tokenizer.special.think_open
+        params, self._special = request.params, tokenizer.special
+        self._index, self._request = index, request
+        self._detokenizer = Detokenizer(
+            tokenizer, keep_special=not request.form.is_chat and not params.skip_special_tokens
+        )
+        self._marks = _marks(tokenizer.special) if request.form.is_chat else {}
+        self._parser = self._new_parser(request, tokenizer) if request.form.is_chat else None
+        self._stops = StopStrings(params.stop, keep=params.include_stop_str_in_output)
+        self._reasoning_stops = StopStrings(params.stop, keep=params.include_stop_str_in_output)
         self._token_ids: list[int] = []
+        self._num_reasoning = 0
         self._text: list[str] = []
         self._reasoning: list[str] = []
         self._logprobs: list[TokenLogprobs] = []
@@ -40,14 +54,9 @@ class OutputCollector:
         self._token_ids.append(token_id)
         if logprobs is not None:
             self._logprobs.append(logprobs)
+        self._num_reasoning += self._parser is not None and self._parser.in_reasoning
         self._finish_reason = self._end_of(token_id)
-        closes = self._in_reasoning and token_id == self._special.think_close
-        delta = self._detokenizer.finish() if closes else self._detokenizer.push([token_id])
-        if self._finish_reason is not None:
-            delta += self._detokenizer.finish()
-        text, reasoning = ("", delta) if self._in_reasoning else (self._watch(delta), "")
-        self._in_reasoning &= not closes
-        return self._event(token_id, text, reasoning, logprobs)
+        return self._event(token_id, self._decoded([token_id]), logprobs)
 
     def push_prompt(self, found: PromptLogprobs) -> None:
         """Take log-probabilities of prompt tokens; those known already (before a preemption) change nothing."""
@@ -57,15 +66,13 @@ class OutputCollector:
         """End without a new token. Returns the terminal event."""
         assert self._finish_reason is None, "a request ends once"
         self._finish_reason, self._error = reason, error
-        delta = self._detokenizer.finish()
-        if self._in_reasoning:
-            return self._event(None, "", delta, None)
-        return self._event(None, self._stops.push(delta) + self._stops.finish(), "", None)
+        return self._event(None, "", None)
 
     def output(self) -> RequestOutput:
         """The finished request."""
         assert self._finish_reason is not None, "the request is still running"
         params = self._request.params
+        calls = self._parser.calls if self._parser is not None else ()
         return RequestOutput(
             text="".join(self._text),
             reasoning="".join(self._reasoning),
@@ -74,31 +81,68 @@ class OutputCollector:
             num_prompt_tokens=len(self._request.token_ids),
             num_image_tokens=int((self._request.kinds != TokenKind.TEXT).sum()),
             num_cached_tokens=self.num_cached_tokens,
+            num_reasoning_tokens=self._num_reasoning,
+            # A call that the model itself left unfinished is no call; one that a limit cut off is shown as far as it is.
+            calls=tuple(call for call in calls if call.is_complete or self._finish_reason != "stop"),
             stop=self._stop,
             logprobs=tuple(self._logprobs) if params.logprobs is not None else None,
             prompt_logprobs=tuple(self._prompt_logprobs) if params.prompt_logprobs is not None else None,
             error=self._error,
         )
 
+    def _new_parser(self, request: Request, tokenizer: Tokenizer) -> OutputParser:
+        tail = _open_turn(request.token_ids, tokenizer.special)
+        in_reasoning = len(tail) > 0 and tail[0] == tokenizer.special.think_open
+        parser = OutputParser(request.form.tools, in_reasoning=in_reasoning)
+        parser.prime(self._decoded(tail[1:]) + self._detokenizer.finish())
+        return parser
+
+    def _decoded(self, token_ids: Iterable[int]) -> str:
+        """New text, with marks for the special tokens that mean something to the parser."""
+        pieces: list[str] = []
+        for token_id in token_ids:
+            mark = self._marks.get(token_id)
+            pieces.append(self._detokenizer.push([token_id]) if mark is None else self._detokenizer.finish() + mark)
+        return "".join(pieces)
+
     def _end_of(self, token_id: int) -> FinishReason | None:
         params = self._request.params
         if token_id in params.stop_token_ids:
             self._stop = token_id
             return "stop"
-        if token_id == self._special.eos and not params.ignore_eos:
+        # A turn that the model opens for somebody else ends its own.
+        others = (self._special.user, self._special.assistant) if self._request.form.is_chat else ()
+        if (token_id == self._special.eos or token_id in others) and not params.ignore_eos:
             return "stop"
         return "length" if len(self._token_ids) == params.max_tokens else None
 
-    def _watch(self, delta: str) -> str:
-        """Text of the answer that can be given out; a stop string ends the request."""
-        text = self._stops.push(delta)
-        if self._stops.found is not None:
-            self._finish_reason, self._stop = "stop", self._stops.found
-        elif self._finish_reason is not None:
-            text += self._stops.finish()
-        return text
+    def _parsed(self, text: str) -> Delta:
+        """What new text means, all that was held back with it if it is the last."""
+        ends = self._finish_reason is not None
+        if ends:
+            text += self._detokenizer.finish()
+        if self._parser is None:
+            return Delta(content=text)
+        delta = self._parser.push(text)
+        if not ends:
+            return delta
+        last = self._parser.finish(cut_off=self._finish_reason != "stop")
+        return Delta(
+            reasoning=delta.reasoning + last.reasoning,
+            content=delta.content + last.content,
+            calls=delta.calls + last.calls,
+        )
 
-    def _event(self, token_id: int | None, text: str, reasoning: str, logprobs: TokenLogprobs | None) -> TokenEvent:
+    def _event(self, token_id: int | None, new: str, logprobs: TokenLogprobs | None) -> TokenEvent:
+        delta = self._parsed(new)
+        reasoning = self._watch(self._reasoning_stops, delta.reasoning)
+        stopped = self._reasoning_stops.found is not None
+        if not stopped and self._parser is not None and not self._parser.in_reasoning:
+            reasoning += self._reasoning_stops.finish()
+        text = "" if stopped else self._watch(self._stops, delta.content)
+        if delta.calls and self._stops.found is None:
+            text += self._stops.finish()
+        calls: tuple[CallDelta, ...] = () if stopped or self._stops.found is not None else delta.calls
         self._text.append(text)
         self._reasoning.append(reasoning)
         return TokenEvent(
@@ -107,6 +151,30 @@ class OutputCollector:
             text=text,
             reasoning=reasoning,
             finish_reason=self._finish_reason,
+            calls=calls,
             logprobs=logprobs,
             error=self._error,
         )
+
+    def _watch(self, stops: StopStrings, delta: str) -> str:
+        """Text that can be given out; a stop string ends the request."""
+        text = stops.push(delta)
+        if stops.found is not None:
+            self._finish_reason, self._stop = "stop", stops.found
+        elif self._finish_reason is not None:
+            text += stops.finish()
+        return text
+
+
+def _marks(special: SpecialIds) -> dict[int, str]:
+    return {special.think_open: THINK_OPEN, special.think_close: THINK_CLOSE, special.dsml: BAR}
+
+
+def _open_turn(token_ids: np.ndarray, special: SpecialIds) -> list[int]:
+    """The end of the prompt from the think tag of the turn that the output continues; empty if it continues none."""
+    headers = np.flatnonzero(token_ids == special.assistant)
+    tail = token_ids[headers[-1] + 1 :].tolist() if len(headers) else []
+    is_open = bool(tail) and tail[0] in (special.think_open, special.think_close) and special.eos not in tail
+    if is_open and special.think_close in tail:
+        return tail[tail.index(special.think_close) :]
+    return tail if is_open else []

@@ -2,26 +2,27 @@
 
 Owns the layout of a prompt: BOS, effort text (thinking only), one system block, turns, and what opens the answer.
 Invariants: the caller's messages are never changed; everything a client wrote is `Text` or `ImageSlot`, only the
-template writes `Special`; images stand where their author put them; a message that cannot be laid out is refused with
-its index, never left out.
+template writes `Special`; images stand where their author put them. Messages are read in `text.conversation`.
 
 Layout of turns: system texts (wherever they stand) are moved to the front and joined by a blank line, which means that
-changing a late one changes the whole prefix. Runs of user messages become one user turn. Every assistant turn has its
-own header, whatever stands before it.
+changing a late one changes the whole prefix. Runs of user messages become one user turn, and so do the results of
+calls with the user's text after them; results stand in the order of their calls. Every assistant turn has its own
+header, whatever stands before it. With tools the reasoning of all turns is kept.
 
 Called by the server and the Python API, whose result goes to `text.tokenizer`.
 """
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from deepspan.errors import InputError
 from deepspan.text import special
-from deepspan.text.content import join, read_content
+from deepspan.text.content import join
+from deepspan.text.conversation import AssistantTurn, Conversation, ReminderTurn, UserTurn, read_messages
 from deepspan.text.segments import ImageSlot, Segment, Special, Text, check_encodable
-from deepspan.text.switches import ChatOptions, refuse_tools
+from deepspan.text.switches import ChatOptions
+from deepspan.text.tools import CALLS_OPENER, calls_block, markup, tools_block
 
 EFFORT_TEXTS = {
     "none": "",
@@ -48,39 +49,6 @@ JSON_OBJECT_TEXT = (
 )
 JSON_SCHEMA_TEXT = "\n\n## Response Format:\n\nYou MUST strictly adhere to the following schema to reply:\n"
 
-SYSTEM_ROLES = ("system", "developer")  # developer has the meaning that OpenAI gives it
-ROLES = (*SYSTEM_ROLES, "user", "assistant", "latest_reminder")
-
-
-@dataclass(slots=True, kw_only=True)
-class _UserTurn:
-    """One or more user messages in a row; `task` is the internal task that the last one asks for."""
-
-    texts: list[list[Segment]]
-    task: str | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ReminderTurn:
-    content: list[Segment]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _AssistantTurn:
-    """`is_open`: the answer continues this turn, so nothing closes it."""
-
-    content: list[Segment]
-    reasoning: str
-    is_open: bool
-
-
-@dataclass(slots=True, kw_only=True)
-class _Conversation:
-    """Messages read and sorted: system texts apart, user runs merged."""
-
-    systems: list[list[Segment]] = field(default_factory=list)
-    turns: list[_UserTurn | _ReminderTurn | _AssistantTurn] = field(default_factory=list)
-
 
 def encode_chat(messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> list[Segment]:
     """Lay `messages` (role and content, as in the OpenAI API) out as the model's prompt.
@@ -88,18 +56,18 @@ def encode_chat(messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> 
     Image slots come in the order of their images. Adjacent texts are not merged; the tokenizer does that.
     Raises InputError, naming message and part, for anything that has no place in the prompt.
     """
-    conversation = _read_messages(messages, options)
+    conversation = read_messages(messages, options)
     prompt: list[Segment] = [Special(token=special.BOS), Text(text=EFFORT_TEXTS[options.effort])]
     prompt += _system_block(conversation.systems, options)
-    last_user = max((i for i, turn in enumerate(conversation.turns) if isinstance(turn, _UserTurn)), default=-1)
+    last_user = max((i for i, turn in enumerate(conversation.turns) if isinstance(turn, UserTurn)), default=-1)
     for index, turn in enumerate(conversation.turns):
         match turn:
-            case _UserTurn():
+            case UserTurn():
                 prompt += [Special(token=special.USER), *join(turn.texts)]
-            case _ReminderTurn():
+            case ReminderTurn():
                 prompt += [Special(token=special.LATEST_REMINDER), *turn.content]
-            case _AssistantTurn():
-                keep = turn.is_open or not options.drop_thinking or index > last_user
+            case AssistantTurn():
+                keep = turn.is_open or not options.drop_thinking or index > last_user or bool(options.offered_tools)
                 prompt += _assistant_turn(turn, thinking=options.effort != "none", keep_reasoning=keep)
     prompt += _ending(conversation, options)
     return [segment for segment in prompt if segment != Text(text="")]
@@ -120,88 +88,10 @@ def _spelling(segment: Segment) -> str:
             return special.IMAGE
 
 
-def _read_messages(messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> _Conversation:
-    if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
-        raise InputError("messages must be a list of messages")
-    if not messages:
-        raise InputError("messages is empty")
-    conversation = _Conversation()
-    for index, message in enumerate(messages):
-        where = f"messages[{index}]"
-        if not isinstance(message, Mapping):
-            raise InputError(f"{where} must be an object, found {type(message).__name__}")
-        role = _role(message, where)
-        is_last = index == len(messages) - 1
-        _check_prefix(message, where, role=role, is_last=is_last)
-        if role in SYSTEM_ROLES:
-            conversation.systems.append(read_content(message.get("content"), f"{where}.content", images=True))
-        elif role == "latest_reminder":
-            content = read_content(message.get("content"), f"{where}.content", images=False)
-            conversation.turns.append(_ReminderTurn(content=content))
-        elif role == "user":
-            _add_user(conversation, message, where, is_last=is_last)
-        else:
-            is_open = is_last and (options.ending == "continue" or bool(message.get("prefix")))
-            conversation.turns.append(_read_assistant(message, where, is_open=is_open))
-    if options.ending == "continue" and _role(messages[-1], "messages[-1]") != "assistant":
-        raise InputError("continue_final_message needs an assistant message at the end")
-    return conversation
-
-
-def _role(message: Mapping[str, Any], where: str) -> str:
-    role = message.get("role")
-    if role == "tool":
-        raise InputError(f"{where}.role: tools and their results are not supported yet")
-    if not isinstance(role, str) or role not in ROLES:
-        raise InputError(f"{where}.role must be one of {', '.join(ROLES)}, found {role!r}")
-    refuse_tools(message, f"{where}.")
-    return role
-
-
-def _check_prefix(message: Mapping[str, Any], where: str, *, role: str, is_last: bool) -> None:
-    prefix = message.get("prefix")
-    if prefix is None or prefix is False:
-        return
-    if prefix is not True:
-        raise InputError(f"{where}.prefix must be true or false, found {prefix!r}")
-    if role != "assistant" or not is_last:
-        raise InputError(f"{where}.prefix: only an assistant message at the end can be continued")
-
-
-def _add_user(conversation: _Conversation, message: Mapping[str, Any], where: str, *, is_last: bool) -> None:
-    content = read_content(message.get("content"), f"{where}.content", images=True)
-    task = message.get("task")
-    if task is not None:
-        if not isinstance(task, str) or task not in special.TASKS:
-            raise InputError(f"{where}.task must be one of {', '.join(special.TASKS)}, found {task!r}")
-        if not is_last:
-            raise InputError(f"{where}.task: only the last message can ask for a task")
-    previous = conversation.turns[-1] if conversation.turns else None
-    if isinstance(previous, _UserTurn):
-        previous.texts.append(content)
-        previous.task = task
-    else:
-        conversation.turns.append(_UserTurn(texts=[content], task=task))
-
-
-def _read_assistant(message: Mapping[str, Any], where: str, *, is_open: bool) -> _AssistantTurn:
-    reasoning = ""
-    for name in ("reasoning_content", "reasoning"):
-        value = message.get(name)
-        if value is not None and not isinstance(value, str):
-            raise InputError(f"{where}.{name} must be a string")
-        reasoning = reasoning or check_encodable(value or "", f"{where}.{name}")
-    content = message.get("content")
-    if content is None and reasoning:
-        content = ""
-    segments = read_content(content, f"{where}.content", images=False)
-    return _AssistantTurn(content=segments, reasoning=reasoning, is_open=is_open)
-
-
 def _system_block(systems: list[list[Segment]], options: ChatOptions) -> list[Segment]:
-    """System texts, then what the request adds to them. Definitions of tools belong between the two."""
+    """System texts, then what the request adds to them: tools, then the form of the answer."""
     filled = [segments for segments in systems if segments not in ([], [Text(text="")])]
-    return [*join(filled), Text(text=_response_format_text(options))]
+    return [*join(filled), *tools_block(options.offered_tools), Text(text=_response_format_text(options))]
 
 
 def _response_format_text(options: ChatOptions) -> str:
@@ -221,8 +111,8 @@ def _header(*, thinking: bool) -> list[Segment]:
     return [Special(token=special.ASSISTANT), Special(token=tag)]
 
 
-def _assistant_turn(turn: _AssistantTurn, *, thinking: bool, keep_reasoning: bool) -> list[Segment]:
-    """Header, reasoning where it is kept, content, EOS. Calls of tools belong between content and EOS."""
+def _assistant_turn(turn: AssistantTurn, *, thinking: bool, keep_reasoning: bool) -> list[Segment]:
+    """Header, reasoning where it is kept, content, calls, EOS."""
     reasons = thinking and keep_reasoning
     segments = _header(thinking=reasons)
     if reasons:
@@ -230,19 +120,21 @@ def _assistant_turn(turn: _AssistantTurn, *, thinking: bool, keep_reasoning: boo
         # An open turn without content is continued inside its reasoning.
         if not turn.is_open or render(turn.content):
             segments.append(Special(token=special.THINK_CLOSE))
-    segments += turn.content
+    segments += [*turn.content, *calls_block(turn.calls)]
     if not turn.is_open:
         segments.append(Special(token=special.EOS))
     return segments
 
 
-def _ending(conversation: _Conversation, options: ChatOptions) -> list[Segment]:
-    """What opens the answer. A forced call of a tool would be opened here too."""
+def _ending(conversation: Conversation, options: ChatOptions) -> list[Segment]:
+    """What opens the answer. Behind reasoning a call that is forced cannot be opened here: a grammar sees to it."""
     last = conversation.turns[-1] if conversation.turns else None
     header = _header(thinking=options.effort != "none")
-    if isinstance(last, _UserTurn) and last.task is not None:
+    if isinstance(last, UserTurn) and last.task is not None:
         token = Special(token=special.TASKS[last.task])
         return [*header, token] if last.task == "action" else [token]
-    if options.ending == "open" or (isinstance(last, _AssistantTurn) and last.is_open):
+    if options.ending == "open" or (isinstance(last, AssistantTurn) and last.is_open):
         return []
+    if options.tool_choice.mode == "required" and options.effort == "none":
+        return [*header, *markup(CALLS_OPENER)]
     return header

@@ -54,7 +54,7 @@ def _read_part(part: Any, where: str, *, images: bool) -> Segment:
     if kind not in {"image_url", "input_image", "image"}:
         raise InputError(f"{where}: parts of type {kind!r} are not supported, only text and images")
     if not images:
-        raise InputError(f"{where}: an image cannot stand here, only in user and system messages")
+        raise InputError(f"{where}: an image cannot stand here, only in user, tool and system messages")
     if kind == "image":
         return _object_slot(part, where)
     return ImageSlot(source=_image_address(part, where), where=where)

@@ -16,14 +16,15 @@ from deepspan.text.tokenizer import Tokenizer
 class Detokenizer:
     """Text of one sequence, piece by piece. Hidden special ids (`SpecialIds.hidden`) leave no trace."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, keep_special: bool = False) -> None:
+        """keep_special: hidden ids are written as their strings."""
         self._tokenizer = tokenizer
+        self._hidden = frozenset() if keep_special else tokenizer.special.hidden
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, ids: Iterable[int]) -> str:
         """New text that `ids` complete; may be empty. Raises InputError for an id outside the vocabulary."""
-        hidden = self._tokenizer.special.hidden
-        new = b"".join(self._tokenizer.bytes_of(token_id) for token_id in ids if token_id not in hidden)
+        new = b"".join(self._tokenizer.bytes_of(token_id) for token_id in ids if token_id not in self._hidden)
         return self._decoder.decode(new)
 
     def finish(self) -> str:

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 class StopStrings:
     """Watches one text."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        """stops: none of them empty."""
-        self._stops = tuple(stops)
+    def __init__(self, stops: Sequence[str], *, keep: bool = False) -> None:
+        """stops: none of them empty. keep: the string that ends the text belongs to it."""
+        self._stops, self._keep = tuple(stops), keep
         self._held = ""
         self.found: str | None = None
 
@@ -25,7 +25,8 @@ class StopStrings:
         if places:
             # The first to be complete ends the text; of those, the one that begins first.
             start, stop = min(places, key=lambda found: (found[0] + len(found[1]), found[0]))
-            self.found, out, self._held = stop, self._held[:start], ""
+            end = start + len(stop) if self._keep else start
+            self.found, out, self._held = stop, self._held[:end], ""
             return out
         keep = max(self._overlap(stop) for stop in self._stops)
         out, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]

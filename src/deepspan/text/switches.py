@@ -1,4 +1,4 @@
-"""Switches of a chat request that shape the prompt: thinking and its effort, response format, how the prompt ends.
+"""Switches of a chat request that shape the prompt: thinking, tools, response format, how the prompt ends.
 
 Owns `ChatOptions` and the reading of the several names under which clients send the same switch. Null is absent,
 unknown fields are left to the server. Called by the server and the Python API; `ChatOptions` is read by `text.chat`.
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from deepspan.errors import InputError
+from deepspan.text.tools import AUTO, Tool, ToolChoice, read_tool_choice, read_tools
 
 Effort = Literal["none", "low", "high", "max"]
 Ending = Literal["generate", "continue", "open"]
@@ -35,25 +36,38 @@ class ChatOptions:
     response_format: None, "json_object", or a JSON schema; written into the prompt as an instruction.
     ending: `generate` opens an assistant turn after the last message, `continue` leaves the last assistant message
         open (like `prefix: true` on that message), `open` adds nothing after the last message.
+    tools: what the model may call. tool_choice: whether it may or must.
     """
 
     effort: Effort
     drop_thinking: bool = True
     response_format: Literal["json_object"] | Mapping[str, Any] | None = None
     ending: Ending = "generate"
+    tools: tuple[Tool, ...] = ()
+    tool_choice: ToolChoice = AUTO
+
+    @property
+    def offered_tools(self) -> tuple[Tool, ...]:
+        """Tools that the prompt tells of: none if the choice forbids calls."""
+        return () if self.tool_choice.mode == "none" else self.tools
 
 
 def options_of_request(request: Mapping[str, Any], *, default_effort: Effort = "high") -> ChatOptions:
     """Options that the fields of a chat request ask for.
 
-    Raises InputError, naming the field, for a switch of the wrong type or value, contradictory endings, and tools.
+    Raises InputError, naming the field, for a switch of the wrong type or value, and contradictory endings.
     """
-    refuse_tools(request)
+    for name in ("functions", "function_call"):
+        if request.get(name) is not None:
+            raise InputError(f"{name} is the old form of tools and is not supported: use tools and tool_choice")
+    choice, tools = read_tool_choice(request.get("tool_choice"), read_tools(request.get("tools")))
     return ChatOptions(
         effort=effort_of_request(request, default_effort=default_effort),
         drop_thinking=_switch(request, "drop_thinking") is not False,
         response_format=_response_format(request.get("response_format")),
         ending=_ending(request),
+        tools=tools,
+        tool_choice=choice,
     )
 
 
@@ -78,15 +92,6 @@ def effort_of_request(request: Mapping[str, Any], *, default_effort: Effort = "h
     if asked is not None:
         return asked
     return "high" if switches and default_effort == "none" else default_effort
-
-
-def refuse_tools(fields: Mapping[str, Any], path: str = "") -> None:
-    """Raise InputError if `fields` (a request or a message) asks for tools, which are not served yet."""
-    for name in ("tools", "functions", "tool_calls", "function_call"):
-        if fields.get(name) and not (name == "function_call" and fields[name] in ("none", "auto")):
-            raise InputError(f"{path}{name}: tools are not supported yet")
-    if fields.get("tool_choice") not in (None, "none", "auto"):
-        raise InputError(f"{path}tool_choice: tools are not supported yet")
 
 
 def _places(request: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], str]]:
