@@ -34,6 +34,7 @@ from deepspan.runtime.device import default_cache_bytes, pick_device, pick_dtype
 from deepspan.runtime.profile import largest_step_bytes
 from deepspan.runtime.runner import Runner
 from deepspan.sched.scheduler import Scheduler
+from deepspan.text.segments import Segment
 from deepspan.text.switches import ChatOptions
 from deepspan.text.tokenizer import Tokenizer
 from deepspan.weights.load import Progress, load_model
@@ -180,9 +181,31 @@ class LLM:
         """Counters of the engine since it was made."""
         return self.core.stats()
 
-    def prompt_request(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Request:
-        """A raw prompt as a request. Thread-safe, as is `chat_request`."""
-        return self._inputs.from_prompt(prompt, params or SamplingParams())
+    def prompt_request(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        fit: bool = False,
+        cache_salt: bytes = b"",
+    ) -> Request:
+        """A raw prompt as a request. Thread-safe, as are `chat_request` and `segments_request`.
+
+        fit: max_tokens is cut to what the context has room for. cache_salt: different ones never share a prefix.
+        """
+        return self._inputs.from_prompt(prompt, params or SamplingParams(), fit=fit, cache_salt=cache_salt)
+
+    def segments_request(
+        self,
+        segments: Sequence[Segment],
+        params: SamplingParams,
+        options: ChatOptions,
+        *,
+        sources: Sequence[object],
+        cache_salt: bytes = b"",
+    ) -> Request:
+        """A conversation that is encoded already, with the images of its slots; max_tokens is cut to the context."""
+        return self._inputs.from_segments(segments, options, params, sources=sources, fit=True, cache_salt=cache_salt)
 
     def chat_request(
         self,

@@ -95,6 +95,61 @@ def generate(
 
 
 @app.command()
+def serve(
+    model: Model = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
+    served_name: Annotated[
+        list[str] | None, typer.Option(help="Name of the model in the API; repeat for more.", show_default=False)
+    ] = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    cache_memory: Annotated[str | None, typer.Option(help="Memory for caches, such as 8GiB.", show_default=False)] = None,
+    max_model_len: Annotated[int, typer.Option(min=1, help="Tokens of one request, prompt and output.")] = 131_072,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests running at once.")] = 32,
+    max_batched_tokens: Annotated[int, typer.Option(min=1, help="Tokens of one step.")] = 2048,
+    max_queued: Annotated[int, typer.Option(min=1, help="Requests that may wait; more get 429.")] = 256,
+    prefix_caching: Annotated[bool, typer.Option(help="Reuse what earlier requests computed.")] = True,
+    default_effort: Annotated[str, typer.Option(help="Thinking where a request says nothing: none, low, high, max.")] = "high",
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(help="Key that clients must send; repeat for more. Also DEEPSPAN_API_KEYS.", show_default=False),
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None, typer.Option(help="Origin of web pages that may call.", show_default=False)
+    ] = None,
+    remote_images: Annotated[bool, typer.Option(help="Fetch images from public http(s) addresses.")] = False,
+    image_domain: Annotated[
+        list[str] | None, typer.Option(help="Fetch from this domain only; repeat for more.", show_default=False)
+    ] = None,
+    private_images: Annotated[bool, typer.Option(help="Fetch from private networks too (closed networks only).")] = False,
+    image_folder: Annotated[
+        Path | None, typer.Option(help="Folder that file: addresses may read.", show_default=False)
+    ] = None,
+    max_images: Annotated[int, typer.Option(min=1, help="Images of one request.")] = 64,
+    max_image_mib: Annotated[int, typer.Option(min=1, help="MiB of one image file.")] = 32,
+    max_body_mib: Annotated[int, typer.Option(min=1, help="MiB of one request.")] = 64,
+    request_timeout: Annotated[
+        float | None, typer.Option(min=0.1, help="Seconds that one request may take.", show_default=False)
+    ] = None,
+    drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds that running requests get at the end.")] = 30.0,
+    strict: Annotated[bool, typer.Option(help="Refuse fields that nobody knows.")] = False,
+    guard_metrics: Annotated[bool, typer.Option(help="Ask for the key at /metrics too.")] = False,
+) -> None:
+    """Serve the OpenAI- and Anthropic-compatible API over HTTP."""
+    _verb(
+        "serve", "run",
+        model=model, host=host, port=port, served_name=served_name or [], device=device, dtype=dtype,
+        cache_memory=cache_memory, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
+        max_batched_tokens=max_batched_tokens, max_queued=max_queued, prefix_caching=prefix_caching,
+        default_effort=default_effort, api_key=api_key or [], cors_origin=cors_origin or [],
+        remote_images=remote_images, image_domain=image_domain or [], private_images=private_images,
+        image_folder=image_folder, max_images=max_images, max_image_mib=max_image_mib, max_body_mib=max_body_mib,
+        request_timeout=request_timeout, drain_timeout=drain_timeout, strict=strict, guard_metrics=guard_metrics,
+    )  # fmt: skip
+
+
+@app.command()
 def tiny(
     out: Annotated[Path, typer.Argument(help="Folder to write.", show_default=False)],
     layers: Annotated[int, typer.Option(min=1, help="Number of layers; the ratios are repeated to fill them.")] = 4,

@@ -34,7 +34,8 @@ class PromptLogprobs:
 class TokenEvent:
     """One new token of one request. text, reasoning, calls: what is new; finish_reason: on the terminal event only.
 
-    token_id: None where a request ends without a new token (aborted or failed). error: what failed.
+    token_id: None where a request ends without a new token (aborted or failed). is_reasoning: whether the token belongs
+    to the reasoning. error: what failed.
     """
 
     request: int
@@ -44,6 +45,7 @@ class TokenEvent:
     finish_reason: FinishReason | None
     calls: tuple[CallDelta, ...] = ()
     logprobs: TokenLogprobs | None = None
+    is_reasoning: bool = False
     error: str | None = None
 
 
@@ -53,7 +55,8 @@ class RequestOutput:
 
     text: the answer. reasoning: what came before the closing think tag, empty in chat mode. calls: of tools; one that
     is not complete is there only if a limit cut it off. token_ids: all generated ids, the end-of-sentence token
-    included; num_reasoning_tokens: how many of them were reasoning. num_image_tokens: prompt tokens that belong to images, pads included.
+    included; num_reasoning_tokens: how many of them were reasoning. num_image_tokens: prompt tokens that belong to
+    images, pads included.
     num_cached_tokens: prompt tokens that were taken from the prefix cache; answers are equal whatever it is.
     stop: the string or token id that ended it.
     logprobs: of each new token; prompt_logprobs: of each prompt token after the first; None unless asked for.

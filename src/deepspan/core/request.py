@@ -5,11 +5,12 @@ Made by `engine.inputs`, read by everything after it.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from deepspan.core.grammar import CompiledGrammar
 from deepspan.core.media import ImageSpan, PreparedImage, TokenKind
 from deepspan.core.sampling import SamplingParams
 from deepspan.errors import InputError
@@ -35,7 +36,8 @@ class Request:
 
     token_ids: int64 [T]; image tokens carry sentinel ids. kinds: int8 [T]. spans and images: one each per image, in
     order. cache_salt: requests with different salts never share cached prefixes. choice: number among the choices of a
-    prompt, which draw from streams of their own. form: how the output is read.
+    prompt, which draw from streams of their own. form: how the output is read. grammar: that of the
+    parameters, compiled; the choices share it.
     Raises InputError if spans, kinds and images do not describe the same prompt.
     """
 
@@ -47,12 +49,15 @@ class Request:
     form: OutputForm = RAW
     cache_salt: bytes = b""
     choice: int = 0
+    grammar: CompiledGrammar | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if len(self.token_ids) == 0:
             raise InputError("the prompt is empty")
         if len(self.token_ids) != len(self.kinds):
             raise InputError(f"{len(self.token_ids)} token ids and {len(self.kinds)} kinds")
+        if (self.params.grammar is None) != (self.grammar is None):
+            raise InputError("a request brings the grammar of its parameters compiled, and no other")
         check_spans(self.spans, self.kinds)
         if len(self.spans) != len(self.images):
             raise InputError(f"the prompt has {len(self.spans)} image placeholders and {len(self.images)} images")

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from deepspan.core.grammar import Grammar
 from deepspan.errors import InputError
 
 MAX_LOGPROBS = 20
@@ -40,6 +41,7 @@ class SamplingParams:
     prompt_logprobs: the same for the prompt's tokens.
     n: independent choices. seed: of the request's own random stream; None draws one when the request is built.
     ignore_eos: go on after the end-of-sentence token (benchmarks).
+    grammar: what the answer must be, from its first token after reasoning to its end.
     Raises InputError naming the parameter.
     """
 
@@ -64,6 +66,7 @@ class SamplingParams:
     n: int = 1
     seed: int | None = None
     ignore_eos: bool = False
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         for name, low, high in _REALS:
@@ -82,10 +85,15 @@ class SamplingParams:
             raise InputError(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}")
         if self.seed is not None and not (_is_integer(self.seed) and 0 <= self.seed < 2**64):
             raise InputError(f"seed must be an integer from 0 to 2^64 - 1, found {self.seed!r}")
+        self._check_types()
+        self._check_lists()
+
+    def _check_types(self) -> None:
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"{name} must be true or false, found {getattr(self, name)!r}")
-        self._check_lists()
+        if not isinstance(self.grammar, Grammar | None):
+            raise InputError(f"grammar must be a Grammar, found {type(self.grammar).__name__}")
 
     def _check_lists(self) -> None:
         if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
@@ -105,7 +113,7 @@ class SamplingParams:
     @property
     def is_plain_greedy(self) -> bool:
         """Whether the next token is the largest logit and nothing else is asked."""
-        restricted = self.bad_words or self.min_tokens or self.allowed_token_ids
+        restricted = self.bad_words or self.min_tokens or self.allowed_token_ids or self.grammar
         changed = self.logit_bias or restricted or self.logprobs is not None
         penalised = self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty
         return self.temperature == 0 and not changed and not penalised

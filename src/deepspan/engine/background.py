@@ -9,7 +9,7 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 
 from deepspan.core.output import RequestOutput, TokenEvent
@@ -21,21 +21,21 @@ log = logging.getLogger(__name__)
 
 
 class Stream:
-    """Events of one choice of a request. Iterate it to the end, or `close` it."""
+    """Events of one choice of a request. Iterate it to the end, or `close` it. choice: number on its events."""
 
     def __init__(self, engine: "BackgroundEngine", choice: int) -> None:
-        self._engine, self._choice = engine, choice
+        self._engine, self.choice = engine, choice
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[TokenEvent] = asyncio.Queue()
         self.request_id: int | None = None
         self.output: RequestOutput | None = None
 
-    async def events(self) -> AsyncIterator[TokenEvent]:
+    async def events(self) -> AsyncGenerator[TokenEvent]:
         """Every event, the terminal one last; `output` is set then. Breaking off aborts the request."""
         try:
             while True:
                 event = await self._events.get()
-                yield replace(event, request=self._choice)
+                yield replace(event, request=self.choice)
                 if event.finish_reason is not None:
                     return
         finally:
@@ -98,8 +98,15 @@ class BackgroundEngine:
         accepted = asyncio.get_running_loop().create_future()
         self._num_queued += 1
         self._commands.put(_Add(request, priority, streams, accepted))
+        if not self._thread.is_alive():  # it ended in between and reads no more
+            self._refuse_all()
         await accepted
         return streams
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests are being served."""
+        return self._thread.is_alive() and not self._stopped
 
     def abort(self, request_id: int) -> None:
         """End a request between two steps; its stream gets the terminal event."""
@@ -112,8 +119,33 @@ class BackgroundEngine:
         self._thread.join()
 
     def _run(self) -> None:
-        while self._obey_all():
-            self._dispatch(self._core.step())
+        try:
+            while self._obey_all():
+                self._dispatch(self._core.step())
+        except BaseException:
+            log.exception("the engine's thread died")
+            self._stopped = True
+            self._bury()
+
+    def _bury(self) -> None:
+        """End every stream without the core, which nobody can trust any more."""
+        error = "the engine died"
+        for request_id, stream in self._streams.items():
+            event = TokenEvent(
+                request=request_id, token_id=None, text="", reasoning="", finish_reason="error", error=error
+            )
+            output = RequestOutput(
+                text="",
+                reasoning="",
+                token_ids=(),
+                finish_reason="error",
+                num_prompt_tokens=0,
+                num_image_tokens=0,
+                error=error,
+            )
+            stream.deliver(event, output)
+        self._streams.clear()
+        self._refuse_all()
 
     def _obey_all(self) -> bool:
         """Take all commands that are there, waiting for one if there is nothing else to do. False to stop."""
@@ -132,6 +164,9 @@ class BackgroundEngine:
 
     def _end_all(self) -> None:
         self._dispatch(self._core.fail_all("the engine was stopped"))
+        self._refuse_all()
+
+    def _refuse_all(self) -> None:
         while not self._commands.empty():
             command = self._commands.get()
             if isinstance(command, _Add):

@@ -28,7 +28,10 @@ class Executor(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """Counters since the start, and what is going on now. Tokens of prompts count when they are computed."""
+    """Counters since the start, and what is going on now. Tokens of prompts count when they are computed.
+
+    cache_usage: share of cache blocks in use, 0 to 1.
+    """
 
     num_steps: int
     num_prompt_tokens: int
@@ -37,6 +40,7 @@ class EngineStats:
     num_preemptions: int
     num_running: int
     num_waiting: int
+    cache_usage: float
 
 
 class EngineCore:
@@ -142,6 +146,7 @@ class EngineCore:
             num_preemptions=self._scheduler.num_preemptions,
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
+            cache_usage=self._scheduler.cache_usage,
         )
 
     def check(self) -> None:

@@ -21,13 +21,14 @@ from deepspan.image.decode import DEFAULT_LIMITS, ImageLimits, ImageMode
 from deepspan.image.layout import num_lead_pads, place
 from deepspan.image.prepare import prepare_image
 from deepspan.text.chat import encode_chat
+from deepspan.text.grammar import GrammarCompiler
 from deepspan.text.segments import ImageSlot, Segment
 from deepspan.text.switches import ChatOptions
 from deepspan.text.tokenizer import Tokenizer
 
 
 class InputBuilder:
-    """Builds requests for one model; holds nothing that changes."""
+    """Builds requests for one model. Thread-safe: nothing changes but the grammars that are remembered."""
 
     def __init__(
         self,
@@ -42,6 +43,7 @@ class InputBuilder:
         self._config, self._tokenizer = config, tokenizer
         self._max_model_len = max_model_len or config.max_position_embeddings
         self._image_mode, self._limits = image_mode, limits
+        self._grammars = GrammarCompiler(tokenizer)
 
     def from_messages(
         self, messages: Sequence[Mapping[str, Any]], options: ChatOptions, params: SamplingParams
@@ -136,6 +138,8 @@ class InputBuilder:
             )
         if room < params.max_tokens:
             params = replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
+        # Compiled here, in the thread of whoever asks: the engine's has others to serve.
+        grammar = self._grammars.compile(params.grammar, params.n) if params.grammar is not None else None
         return Request(
             token_ids=token_ids,
             kinds=kinds,
@@ -144,6 +148,7 @@ class InputBuilder:
             params=params,
             form=form,
             cache_salt=cache_salt,
+            grammar=grammar,
         )
 
 

@@ -5,6 +5,7 @@ request has exactly one terminal event. One per running request. Called by `engi
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 
@@ -54,9 +55,10 @@ class OutputCollector:
         self._token_ids.append(token_id)
         if logprobs is not None:
             self._logprobs.append(logprobs)
-        self._num_reasoning += self._parser is not None and self._parser.in_reasoning
+        is_reasoning = self._parser is not None and self._parser.in_reasoning
+        self._num_reasoning += is_reasoning
         self._finish_reason = self._end_of(token_id)
-        return self._event(token_id, self._decoded([token_id]), logprobs)
+        return replace(self._event(token_id, self._decoded([token_id]), logprobs), is_reasoning=is_reasoning)
 
     def push_prompt(self, found: PromptLogprobs) -> None:
         """Take log-probabilities of prompt tokens; those known already (before a preemption) change nothing."""
@@ -82,7 +84,7 @@ class OutputCollector:
             num_image_tokens=int((self._request.kinds != TokenKind.TEXT).sum()),
             num_cached_tokens=self.num_cached_tokens,
             num_reasoning_tokens=self._num_reasoning,
-            # A call that the model itself left unfinished is no call; one that a limit cut off is shown as far as it is.
+            # A call that the model itself left unfinished is no call; one that a limit cut off is shown as it is.
             calls=tuple(call for call in calls if call.is_complete or self._finish_reason != "stop"),
             stop=self._stop,
             logprobs=tuple(self._logprobs) if params.logprobs is not None else None,

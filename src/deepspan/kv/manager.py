@@ -154,6 +154,11 @@ class CacheManager:
     def num_committed(self, sequence_id: int) -> int:
         return self._sequences[sequence_id].num_committed
 
+    @property
+    def usage(self) -> float:
+        """Share of blocks in use, 0 to 1, of the family that is fullest."""
+        return max(1 - pool.num_free / pool.num_blocks for pool in self.pools.values())
+
     def check(self) -> None:
         """Prove that no block is leaked or held twice, and that tables are as long as their tokens need."""
         for family in self.families:

@@ -22,6 +22,7 @@ from deepspan.core.step import Chunk, EncoderJob, StepPlan, StepResult
 from deepspan.errors import InputError
 from deepspan.kv.families import Family
 from deepspan.runtime.caches import Caches
+from deepspan.runtime.guidance import Guide
 from deepspan.runtime.sampler import adjusted_logits, choose_token, token_logprobs
 from deepspan.runtime.step_builder import ChunkInput, StepBuilder
 from deepspan.runtime.visibility import check_chunk
@@ -32,10 +33,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class _Row:
-    """A running request, and its tokens after the prompt."""
+    """A running request, its tokens after the prompt, and where it stands in its grammar, if it has one."""
 
     request: Request
     generated: list[int]
+    guide: Guide | None = None
 
 
 class Runner:
@@ -64,9 +66,9 @@ class Runner:
         """One step. Requests that fail are named in the result; for the others it is as if they had not been there."""
         for digest in plan.dropped:
             self._features.pop(digest, None)
-        for chunk in plan.chunks:
-            self._begin(chunk)
         failed: dict[int, str] = {}
+        for chunk in plan.chunks:
+            self._begin(chunk, failed)
         self._encode(plan.encoder_jobs, failed)
         inputs: list[tuple[Chunk, ChunkInput]] = []
         for chunk in plan.chunks:
@@ -87,10 +89,13 @@ class Runner:
                         logprobs[chunk.request_id] = about
         return StepResult(tokens=tokens, failed=failed, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
 
-    def _begin(self, chunk: Chunk) -> None:
+    def _begin(self, chunk: Chunk, failed: dict[int, str]) -> None:
         self._caches.update(chunk.row, chunk.blocks, begins=chunk.begins is not None)
         if chunk.begins is not None:
-            self._rows[chunk.row] = _Row(request=chunk.begins.request, generated=list(chunk.begins.generated))
+            request, generated = chunk.begins.request, list(chunk.begins.generated)
+            row = self._rows[chunk.row] = _Row(request=request, generated=generated)
+            with _alone(chunk.request_id, failed):
+                row.guide = Guide.of(request, generated, self._forbidden)
 
     def _encode(self, jobs: Sequence[EncoderJob], failed: dict[int, str]) -> None:
         """Encode the step's images together; if that fails, one by one, so that only the faulty ones are missing."""
@@ -173,15 +178,18 @@ class Runner:
         row = self._rows[chunk.row]
         request, params = row.request, row.request.params
         masked = logits_V.masked_fill(self._forbidden, -torch.inf)
+        allowed = row.guide.allowed_mask() if row.guide is not None else None
         if not params.is_plain_greedy:
             ends = {self._eos, *params.stop_token_ids}
-            adjusted = adjusted_logits(masked, params, request.token_ids, row.generated, ends)
+            adjusted = adjusted_logits(masked, params, request.token_ids, row.generated, ends, allowed)
         else:
             adjusted = masked
         assert params.seed is not None or params.temperature == 0, "a sampled request has a seed"
         stream = (params.seed or 0) + (request.choice << 64)
         token = choose_token(adjusted, params, stream, len(row.generated))
         row.generated.append(token)
+        if row.guide is not None:
+            row.guide.accept(token)
         about = token_logprobs(masked, token, params.logprobs) if params.logprobs is not None else None
         return token, about
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from deepspan.core.output import TokenLogprobs
 from deepspan.core.sampling import SamplingParams
+from deepspan.errors import InputError
 
 
 def choose_token(logits_V: Tensor, params: SamplingParams, seed: int, num_generated: int) -> int:
@@ -32,10 +33,13 @@ def adjusted_logits(
     prompt: Sequence[int] | np.ndarray,
     generated: Sequence[int],
     ends: Collection[int],
+    allowed_V: Tensor | None = None,
 ) -> Tensor:
-    """Logits after bias, penalties, bad words and the minimum length: a new tensor, fp32 [V].
+    """Logits after bias, penalties, bad words, grammar and the minimum length: a new tensor, fp32 [V].
 
-    prompt, generated: token ids so far. ends: ids that end the text.
+    prompt, generated: token ids so far. ends: ids that end the text. allowed_V: bool, what the grammar allows, if any.
+    An answer that is complete ends even before its minimum length: then nothing but an end is allowed.
+    Raises InputError if the other parameters leave nothing that the grammar allows.
     """
     logits = logits_V.clone()
     for token, bias in params.logit_bias.items():
@@ -52,8 +56,18 @@ def adjusted_logits(
         head = list(word[:-1])
         if not head or list(generated[-len(head) :]) == head:
             logits[word[-1]] = -torch.inf
+    if params.allowed_token_ids:
+        kept = torch.full_like(logits, -torch.inf)
+        allowed = torch.tensor(sorted(params.allowed_token_ids), device=logits.device)
+        logits = kept.index_copy(0, allowed, logits[allowed])
+    if allowed_V is not None:
+        logits.masked_fill_(~allowed_V, -torch.inf)
+        if bool((logits == -torch.inf).all()):
+            raise InputError("logit_bias and bad_words leave no token that the grammar allows")
     if len(generated) < params.min_tokens:
-        logits[list(ends)] = -torch.inf
+        longer = logits.index_fill(0, torch.tensor(sorted(ends), device=logits.device), -torch.inf)
+        if allowed_V is None or not bool((longer == -torch.inf).all()):
+            return longer
     return logits
 
 

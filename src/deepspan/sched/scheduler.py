@@ -53,6 +53,11 @@ class Scheduler:
     def num_running(self) -> int:
         return len(self._running)
 
+    @property
+    def cache_usage(self) -> float:
+        """Share of cache blocks in use, 0 to 1."""
+        return self._cache.usage
+
     def sequence(self, request_id: int) -> Sequence:
         """Progress of a request that has not ended. Raises KeyError."""
         return self._sequences[request_id]

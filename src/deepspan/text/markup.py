@@ -23,7 +23,9 @@ _QUOTED = "|".join(f"{left}[^{right}\n{BAR}]*{right}" for left, right in ('""', 
 _QUOTE_OPEN = "|".join(f"{left}[^{right}\n{BAR}]*" for left, right in ('""', "''", "“”", "‘’"))
 _ATTRIBUTES = f"(?:[^<>\"'“‘]|{_QUOTED})*"
 _WHOLE = re.compile(f"<(?P<close>/?){_BARS}(?P<name>[A-Za-z_]+)(?P<attributes>(?:\\s{_ATTRIBUTES})?)(?P<self>/?)>")
-_PART = re.compile(f"<(?:/?[｜{BAR}]*|/?{_BARS}(?P<name>[A-Za-z_]*)(?P<rest>(?:\\s{_ATTRIBUTES})?(?:{_QUOTE_OPEN})?/?))")
+_PART = re.compile(
+    f"<(?:/?[｜{BAR}]*|/?{_BARS}(?P<name>[A-Za-z_]*)(?P<rest>(?:\\s{_ATTRIBUTES})?(?:{_QUOTE_OPEN})?/?))"
+)
 _ATTRIBUTE = re.compile(f"(\\w+)\\s*=\\s*({_QUOTED})")
 
 

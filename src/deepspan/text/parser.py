@@ -83,9 +83,7 @@ class OutputParser:
     def _run(self, *, final: bool) -> Delta:
         while self._state(final):
             pass
-        delta = Delta(
-            reasoning="".join(self._reasoning), content="".join(self._content), calls=_joined(self._deltas)
-        )
+        delta = Delta(reasoning="".join(self._reasoning), content="".join(self._content), calls=_joined(self._deltas))
         self._reasoning.clear()
         self._content.clear()
         self._deltas.clear()
@@ -221,8 +219,9 @@ class OutputParser:
         start = len(self._buffer) if tag is None or final else tag.start
         if not final and start and self._buffer[start - 1] == "\n":
             start -= 1
-        dangling = final and isinstance(tag, Beginning) and tag.has_bar
-        self._write(self._arguments.add(self._buffer[: tag.start if dangling else start]))
+        is_markup = isinstance(tag, Beginning) and tag.has_bar
+        value = self._buffer[: tag.start] if tag is not None and is_markup and final else self._buffer[:start]
+        self._write(self._arguments.add(value))
         self._buffer = self._buffer[start:]
         return False
 

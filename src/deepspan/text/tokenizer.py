@@ -26,6 +26,7 @@ class Tokenizer:
     """Tokenizer read from `path`, a folder with `tokenizer.json` or that file itself.
 
     vision: whether the image tokens are required. special: ids of the special tokens. vocab_size: highest id plus one.
+    control_ids: every token that text cannot spell, the special ones among them.
 
     Raises ConfigError if the file cannot be read, is not a byte-level BPE, or lacks a special token.
     """
@@ -36,7 +37,7 @@ class Tokenizer:
         vocab = full.get_vocab(with_added_tokens=True)
         self.special = SpecialIds.resolve(vocab, vision=vision)
         self.vocab_size = max(vocab.values()) + 1
-        self._control_ids = frozenset(entry["id"] for entry in raw["added_tokens"])
+        self.control_ids = frozenset(entry["id"] for entry in raw["added_tokens"])
         self._bytes: list[bytes | None] = [None] * self.vocab_size
         for token, token_id in vocab.items():
             self._bytes[token_id] = token_bytes(token)
@@ -116,7 +117,7 @@ class Tokenizer:
             check_encodable(run, "text")
         encoded = [encoding.ids for encoding in self._plain.get().encode_batch_fast(runs, add_special_tokens=False)]
         # BOS and its like are entries of the model vocabulary too, so that merges could in principle spell them.
-        if not all(self._control_ids.isdisjoint(ids) for ids in encoded):
+        if not all(self.control_ids.isdisjoint(ids) for ids in encoded):
             raise InputError("text spells a control token of the vocabulary")
         return encoded
 
