@@ -1,9 +1,17 @@
-"""What tests of grammars need: a small judge of JSON schema, and calls read back from markup."""
+"""What tests of grammars need: walks through allowed tokens, a small judge of JSON schema, calls read from markup."""
 
 import json
 import math
+import random
 import re
 from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer as Backend
+from tokenizers import models, pre_tokenizers, trainers
+
+from deepspan.text.tiny_tokenizer import write_tiny_tokenizer
+from deepspan.text.tokenizer import Tokenizer
 
 _TYPES = {
     "object": dict,
@@ -83,3 +91,58 @@ def _arguments(body: str) -> dict[str, Any]:
         place = found.end()
     assert values
     return values
+
+
+def learnt_tokenizer(folder):
+    """A tokenizer whose tokens reach over borders of JSON and of tags."""
+    learner = Backend(models.BPE())
+    learner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=len(alphabet) + 200, initial_alphabet=alphabet, show_progress=False, special_tokens=[]
+    )
+    lines = ['{"name": "ab", "age": 1}</', 'parameter name="query" string="true">fast</', "[1, 2]</invoke>\n<é日本</"]
+    learner.train_from_iterator(lines * 20, trainer)
+    write_tiny_tokenizer(folder, learner.to_str())
+    return Tokenizer(folder, vision=True)
+
+
+def walk(compiler, tokenizer, grammar, seed, most=3000):
+    """Ids of a random answer without its end; ends and closers are preferred, so that answers are short."""
+    matcher, rng, ids = compiler.compile(grammar).matcher(), random.Random(seed), []
+    slash, *closers = (ids_of_bytes(tokenizer)[letter] for letter in b'/<"}]')
+    ends = {tokenizer.special.eos, tokenizer.special.dsml, slash}
+    while len(ids) < most:
+        allowed = matcher.allowed()
+        near = [token for token in ends if allowed[token]] if rng.random() < 0.5 else []
+        near = near or [token for token in closers if allowed[token] and rng.random() < 0.2]
+        token = rng.choice(near or np.flatnonzero(allowed).tolist())
+        matcher.accept(token)
+        if token == tokenizer.special.eos:
+            assert np.flatnonzero(matcher.allowed()).tolist() == [token]
+            return ids
+        assert token not in tokenizer.special.hidden
+        ids.append(token)
+    raise AssertionError("the answer does not end")
+
+
+def ids_of_bytes(tokenizer):
+    texts = {tokenizer.bytes_of(token): token for token in range(tokenizer.vocab_size) if tokenizer.has_id(token)}
+    return [texts[bytes([value])] for value in range(256)]
+
+
+def spelt(tokenizer, ids):
+    return b"".join(tokenizer.bytes_of(token) for token in ids).decode("utf-8")  # strict: no broken characters
+
+
+def feed(compiler, tokenizer, grammar, text):
+    """A matcher after `text`."""
+    matcher = compiler.compile(grammar).matcher()
+    for token in tokenizer.encode_raw(text):
+        assert matcher.allowed()[token], tokenizer.bytes_of(token)
+        matcher.accept(token)
+    return matcher
+
+
+def next_texts(tokenizer, matcher):
+    return {tokenizer.bytes_of(int(token)) for token in np.flatnonzero(matcher.allowed())}

@@ -1,23 +1,18 @@
 """Grammars: what may be built and compiled, and what every walk through the allowed tokens spells."""
 
 import json
-import random
 import re
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from grammar_helpers import conforms, read_calls
-from tokenizers import Tokenizer as Backend
-from tokenizers import models, pre_tokenizers, trainers
+from grammar_helpers import conforms, feed, ids_of_bytes, learnt_tokenizer, next_texts, spelt, walk
 
 from deepspan.core.grammar import MAX_DEPTH, MAX_SOURCE_BYTES, Grammar
 from deepspan.core.sampling import SamplingParams
 from deepspan.errors import InputError
 from deepspan.text import grammar as module
 from deepspan.text.grammar import GrammarCompiler, in_reasoning
-from deepspan.text.tiny_tokenizer import write_tiny_tokenizer
-from deepspan.text.tokenizer import Tokenizer
 
 PERSON = {
     "type": "object",
@@ -44,102 +39,16 @@ SCHEMAS = {
     "map": {"type": "object", "additionalProperties": {"type": "boolean"}},
     "constant": {"const": {"a": [1, "x"]}},
 }
-TOOLS = [
-    {
-        "name": "search",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "query": {"type": "string"},
-                "mode": {"type": "string", "enum": ["fast", "deep <&> slow\nly", "日本"]},
-                "limit": {"type": "integer", "minimum": 1, "maximum": 50},
-                "filters": {"type": "array", "items": {"$ref": "#/$defs/filter"}, "maxItems": 2},
-                "code": {"type": "string", "pattern": "^[a-z]+/\\d{2}$", "maxLength": 6},
-                "note": {"anyOf": [{"type": "string", "maxLength": 4}, {"type": "null"}], "default": None},
-            },
-            "required": ["query", "filters"],
-            "$defs": {
-                "filter": {
-                    "type": "object",
-                    "properties": {"field": {"enum": ["a", "b"]}, "not": {"type": "boolean"}},
-                    "required": ["field"],
-                    "additionalProperties": False,
-                }
-            },
-        },
-    },
-    {"name": "now"},
-    {"name": "empty-1", "parameters": {"type": "object", "properties": {}, "additionalProperties": True}},
-    {"name": "optional", "parameters": {"properties": {"x": {"type": "integer"}, "é y": {"const": True}}}},
-]
-PARAMETERS = {tool["name"]: tool.get("parameters", {}) for tool in TOOLS}
-
-
-@pytest.fixture(scope="module")
-def merged(tmp_path_factory):
-    """A tokenizer whose tokens reach over borders of JSON and of tags."""
-    learner = Backend(models.BPE())
-    learner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=len(alphabet) + 200, initial_alphabet=alphabet, show_progress=False, special_tokens=[]
-    )
-    lines = ['{"name": "ab", "age": 1}</', 'parameter name="query" string="true">fast</', "[1, 2]</invoke>\n<é日本</"]
-    learner.train_from_iterator(lines * 20, trainer)
-    folder = tmp_path_factory.mktemp("merged")
-    write_tiny_tokenizer(folder, learner.to_str())
-    return Tokenizer(folder, vision=True)
 
 
 @pytest.fixture(scope="module", params=["bytes", "merged"])
-def vocabulary(request, tokenizer):
-    return tokenizer if request.param == "bytes" else request.getfixturevalue("merged")
+def vocabulary(request, tokenizer, tmp_path_factory):
+    return tokenizer if request.param == "bytes" else learnt_tokenizer(tmp_path_factory.mktemp("merged"))
 
 
 @pytest.fixture(scope="module")
 def compiler(vocabulary):
     return GrammarCompiler(vocabulary)
-
-
-def walk(compiler, tokenizer, grammar, seed, most=3000):
-    """Ids of a random answer without its end; ends and closers are preferred, so that answers are short."""
-    matcher, rng, ids = compiler.compile(grammar).matcher(), random.Random(seed), []
-    slash, *closers = (ids_of_bytes(tokenizer)[letter] for letter in b'/<"}]')
-    ends = {tokenizer.special.eos, tokenizer.special.dsml, slash}
-    while len(ids) < most:
-        allowed = matcher.allowed()
-        near = [token for token in ends if allowed[token]] if rng.random() < 0.5 else []
-        near = near or [token for token in closers if allowed[token] and rng.random() < 0.2]
-        token = rng.choice(near or np.flatnonzero(allowed).tolist())
-        matcher.accept(token)
-        if token == tokenizer.special.eos:
-            assert np.flatnonzero(matcher.allowed()).tolist() == [token]
-            return ids
-        assert token not in tokenizer.special.hidden
-        ids.append(token)
-    raise AssertionError("the answer does not end")
-
-
-def ids_of_bytes(tokenizer):
-    texts = {tokenizer.bytes_of(token): token for token in range(tokenizer.vocab_size) if tokenizer.has_id(token)}
-    return [texts[bytes([value])] for value in range(256)]
-
-
-def spelt(tokenizer, ids):
-    return b"".join(tokenizer.bytes_of(token) for token in ids).decode("utf-8")  # strict: no broken characters
-
-
-def feed(compiler, tokenizer, grammar, text):
-    """A matcher after `text`."""
-    matcher = compiler.compile(grammar).matcher()
-    for token in tokenizer.encode_raw(text):
-        assert matcher.allowed()[token], tokenizer.bytes_of(token)
-        matcher.accept(token)
-    return matcher
-
-
-def next_texts(tokenizer, matcher):
-    return {tokenizer.bytes_of(int(token)) for token in np.flatnonzero(matcher.allowed())}
 
 
 # --- JSON
@@ -232,107 +141,6 @@ def test_lark_grammar_may_name_a_control_token_but_no_hidden_one(compiler, vocab
         compiler.compile(Grammar("lark", "start: <｜User｜>"))
 
 
-# --- calls
-
-
-@pytest.mark.parametrize("seed", range(25))
-def test_walk_of_calls_reads_back_as_declared(compiler, vocabulary, seed):
-    is_open, single = seed % 2 == 0, seed % 3 == 0
-    grammar = Grammar.for_calls(TOOLS, is_open=is_open, single=single)
-    calls = read_calls(spelt(vocabulary, walk(compiler, vocabulary, grammar, seed)), is_open=is_open)
-    assert not single or len(calls) == 1
-    for name, arguments in calls:
-        parameters = PARAMETERS[name]
-        declared = list(parameters.get("properties", {}))
-        assert list(arguments) == [key for key in declared if key in arguments]
-        assert conforms(arguments, parameters | {"additionalProperties": False}), arguments
-
-
-def test_string_of_a_call_cannot_hold_the_control_token(compiler, vocabulary):
-    grammar = Grammar.for_calls(TOOLS, is_open=True, single=True)
-    begin = '<｜DSML｜invoke name="search">\n<｜DSML｜parameter name="query" string="true">a < b "c"\n</x> '
-    allowed = feed(compiler, vocabulary, grammar, begin).allowed()
-    assert not allowed[sorted(vocabulary.control_ids)].any()
-    closing = feed(compiler, vocabulary, grammar, begin + "</").allowed()
-    assert closing[vocabulary.special.dsml]
-    after = feed(compiler, vocabulary, grammar, begin + "</｜DSML｜")
-    assert all(b"parameter>\n".startswith(text) for text in next_texts(vocabulary, after))
-
-
-def test_after_the_block_only_the_end_follows(compiler, vocabulary):
-    block = '\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="now">\n\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>'
-    matcher = feed(compiler, vocabulary, Grammar.for_calls(TOOLS, is_open=False, single=False), block)
-    assert np.flatnonzero(matcher.allowed()).tolist() == [vocabulary.special.eos]
-
-
-def test_single_call_ends_the_block(compiler, vocabulary):
-    call = '<｜DSML｜invoke name="now">\n\n</｜DSML｜invoke>\n'
-    one = feed(compiler, vocabulary, Grammar.for_calls(TOOLS, is_open=True, single=True), call)
-    many = feed(compiler, vocabulary, Grammar.for_calls(TOOLS, is_open=True, single=False), call)
-    for matcher in (one, many):
-        matcher.accept(ids_of_bytes(vocabulary)[ord("<")])
-        assert matcher.allowed()[ids_of_bytes(vocabulary)[ord("/")]]
-    assert not one.allowed()[vocabulary.special.dsml]
-    assert many.allowed()[vocabulary.special.dsml]
-
-
-VALUES = {  # schema of a parameter -> forms it may be written in
-    "any": (True, {"true", "false"}),
-    "nullable": ({"type": ["string", "null"]}, {"true", "false"}),
-    "values": ({"enum": ["a", 1]}, {"true", "false"}),
-    "reference": ({"$ref": "#/$defs/text"}, {"true"}),
-    "wrapped": ({"allOf": [{"$ref": "#/$defs/text"}], "description": "x"}, {"true"}),
-    "constants": ({"oneOf": [{"const": "a"}, {"const": "b"}, {"type": "null"}]}, {"true", "false"}),
-    "number": ({"type": "number", "format": "int32"}, {"false"}),
-    "dated": ({"type": "string", "format": "date-time"}, {"true"}),
-    "untyped": ({"properties": {"y": {"$ref": "#/$defs/text"}}, "x-order": 3}, {"true", "false"}),
-    "unknown words": ({"$ref": "#/$defs/text", "nullable": True, "default": "a"}, {"true"}),
-}
-
-
-@pytest.mark.parametrize("name", VALUES)
-def test_value_of_a_parameter_is_raw_if_it_is_a_string_and_json_otherwise(compiler, vocabulary, name):
-    schema, forms = VALUES[name]
-    parameters = {"properties": {"x": schema}, "required": ["x"], "$defs": {"text": {"type": "string"}}}
-    grammar = Grammar.for_calls([{"name": "f", "parameters": parameters}], is_open=True, single=True)
-    begin = '<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="x" string="'
-    following = next_texts(vocabulary, feed(compiler, vocabulary, grammar, begin))
-    assert {form for form in ("true", "false") if form[:1].encode() in following} == forms
-
-
-@pytest.mark.parametrize(
-    ("schema", "reason"),
-    [
-        ({"not": {}}, "not"),
-        ({"type": "string", "pattern": "^a|b$"}, "anchors"),
-        ({"type": "string", "pattern": "(?=a)"}, "look-ahead"),
-        ({"type": "string", "minLength": 3, "maxLength": 2}, "minLength"),
-        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
-        ({"allOf": [{}, {"type": "string"}]}, "allOf"),
-        ({"oneOf": [{"type": "string"}, {"const": "a"}]}, "oneOf"),
-        ({"$ref": "#/properties/x"}, "circle"),
-        ({"$ref": "https://example.org/x"}, "must lead"),
-        ({"$ref": "#/$defs/y"}, "nowhere"),
-        ({"enum": ["a"], "pattern": "a"}, "beside"),
-        ({"type": "object", "x-guidance": {"lenient": True}}, "x-guidance"),
-        (False, "no value"),
-        (3, "must be an object"),
-    ],
-)
-def test_parameter_that_cannot_be_kept_is_refused_by_name(compiler, schema, reason):
-    tool = {"name": "f", "parameters": {"properties": {"x": schema}, "required": ["x"]}}
-    with pytest.raises(InputError, match=f"tool f: parameter 'x': .*{re.escape(reason)}"):
-        compiler.compile(Grammar.for_calls([tool], is_open=False, single=False))
-
-
-@pytest.mark.parametrize(
-    "parameters", [{"minProperties": 2}, {"type": "array"}, {"required": "x"}, {"properties": {'a"b': {}}}, {"if": {}}]
-)
-def test_parameters_that_cannot_be_kept_are_refused(compiler, parameters):
-    with pytest.raises(InputError, match="tool f"):
-        compiler.compile(Grammar.for_calls([{"name": "f", "parameters": parameters}], is_open=False, single=False))
-
-
 # --- refusals
 
 
@@ -400,19 +208,15 @@ def test_grammar_that_cannot_be_kept_is_refused_with_the_reason(compiler, kind, 
     assert "no_forcing" not in str(refusal.value)
 
 
-def test_definitions_that_would_be_repeated_too_often_are_refused(compiler):
-    shared = {"thing": {"enum": ["x" * 9000]}}
-    properties = {f"p{index}": {"type": "array", "items": {"$ref": "#/$defs/thing"}} for index in range(200)}
-    tool = {"name": "f", "parameters": {"properties": properties, "$defs": shared}}
-    with pytest.raises(InputError, match="characters"):
-        compiler.compile(Grammar.for_calls([tool], is_open=False, single=False))
-
-
 def test_token_that_is_not_allowed_is_refused(compiler, vocabulary):
-    matcher = compiler.compile(Grammar.for_choices(["ab"])).matcher()
     for token in (vocabulary.special.dsml, vocabulary.special.eos, 10**9):
+        matcher = compiler.compile(Grammar.for_choices(["ab"])).matcher()
         with pytest.raises(InputError, match="not allowed"):
             matcher.accept(token)
+        with pytest.raises(InputError):
+            matcher.accept(vocabulary.special.eos)
+        with pytest.raises(InputError):
+            matcher.allowed()
 
 
 # --- matchers, cache, parameters
@@ -429,11 +233,11 @@ def test_matchers_of_one_grammar_know_nothing_of_each_other(compiler, vocabulary
 
 
 def test_matcher_that_takes_tokens_without_masks_allows_the_same(compiler, vocabulary):
-    grammar = Grammar.for_calls(TOOLS, is_open=False, single=False)
+    grammar = Grammar.for_schema(PERSON)
     ids = walk(compiler, vocabulary, grammar, seed=5)
     asked = compiler.compile(grammar).matcher()
     for place, token in enumerate(ids):
-        if place % 17 == 0:
+        if place % 7 == 0:
             replayed = compiler.compile(grammar).matcher()
             for earlier in ids[:place]:
                 replayed.accept(earlier)

@@ -63,7 +63,7 @@ def adjusted_logits(
     if allowed_V is not None:
         logits.masked_fill_(~allowed_V, -torch.inf)
         if bool((logits == -torch.inf).all()):
-            raise InputError("logit_bias and bad_words leave no token that the grammar allows")
+            raise InputError("logit_bias, bad_words and allowed_token_ids leave no token that the grammar allows")
     if len(generated) < params.min_tokens:
         longer = logits.index_fill(0, torch.tensor(sorted(ends), device=logits.device), -torch.inf)
         if allowed_V is None or not bool((longer == -torch.inf).all()):

@@ -123,6 +123,7 @@ class GrammarMatcher:
         return mask
 
     def accept(self, token_id: int) -> None:
+        self._check()  # one that has failed would take the end token
         if not self._matcher.consume_token(token_id):
             raise InputError(f"grammar: token {token_id} is not allowed: {_shortened(self._matcher.get_error())}")
 

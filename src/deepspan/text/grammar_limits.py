@@ -42,7 +42,7 @@ def check_lark_limits(source: str) -> None:
 
 
 def resolve(reference: Any, root: Any) -> Any:
-    """What a JSON pointer like `#/$defs/name` leads to. Raises InputError for any other form, and if it leads nowhere."""
+    """What a JSON pointer like `#/$defs/name` leads to. Raises InputError for another form, and if it leads nowhere."""
     if not isinstance(reference, str) or not reference.startswith("#/"):
         raise InputError(f"$ref {reference!r} must lead to a place in the schema, like '#/$defs/name'")
     found = root
