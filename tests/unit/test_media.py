@@ -197,6 +197,7 @@ ACCEPTED = {
     "all symbols escaped": "data:image/png;base64," + "".join(f"%{code:02x}" for code in PADDED.encode()),
     "line breaks escaped": "data:image/png;base64," + LINES.replace("\r\n", "%0D%0a"),
     "escaped bytes": f"data:image/png,{quote_from_bytes(PICTURE)}",
+    "escaped bytes but blanks": f"data:image/png,{quote_from_bytes(PICTURE, safe=' ')}",
     "escaped bytes with a charset": f"data:image/png;charset=binary,{quote_from_bytes(PICTURE)}",
     "escaped bytes in lower case, in lines": "data:image/png," + "\n".join(f"%{code:02x}" for code in PICTURE),
     "a fragment": f"data:image/png;base64,{PADDED}#top",
@@ -221,6 +222,7 @@ REFUSED = {
     "one symbol too many": ("data:image/png;base64,QUJDR", "not valid base64"),
     "escape cut off": (f"data:image/png;base64,{PADDED}%4", "two hexadecimal digits"),
     "escape of other digits": ("data:image/png,%89PN%G0", "two hexadecimal digits"),
+    "escape of one digit": ("data:image/png,%89PN%0G", "two hexadecimal digits"),
     "escape in an escape": ("data:image/png,%%4141", "two hexadecimal digits"),
     "empty": ("data:image/png;base64,", "the image is empty"),
 }
@@ -270,7 +272,7 @@ def test_data_url_of_any_spelling_gives_its_bytes(case):
 @pytest.mark.parametrize("shift", range(4))
 def test_data_url_longer_than_a_slice_gives_its_bytes(shift):
     contents = b"x" * shift + PICTURE * (2 * data_url.SLICE // len(PICTURE))
-    escaped = "data:image/png," + "%" + "%".join(f"{code:02x}" for code in contents)
+    escaped = "data:image/png," + "x" * shift + "".join(f"%{code:02x}" for code in contents[shift:])
     plain = "data:image/png;base64," + base64.urlsafe_b64encode(contents).decode()
     assert decode_data_url(escaped, WHERE, len(contents)) == contents
     assert decode_data_url(plain, WHERE, len(contents)) == contents
@@ -437,8 +439,13 @@ def test_load_of_the_same_url_twice_fetches_it_once():
 
 def test_load_of_too_many_images_is_refused():
     assert load(*[data(b"a")] * 3, max_images=3) == [b"a"] * 3
-    with refused("slot[3]", "at most 3 images, found 5"):
-        load(*[data(b"a")] * 5, max_images=3)
+    with refused("slot[3]", "at most 3 images, found 4"):
+        load(*[data(b"a")] * 4, max_images=3)
+
+
+def test_load_of_the_same_bad_address_twice_names_the_first():
+    with refused("slot[0]", "must be given as"):
+        load("a.png", "a.png")
 
 
 def test_load_of_too_many_bytes_in_all_is_refused():

@@ -106,9 +106,7 @@ class Session:
         finally:
             stream.close()
         if reasoning or answer or ending != "interrupted":
-            self.turns.append(
-                Turn(question=question, pictures=turn.pictures, reasoning=reasoning, answer=answer)
-            )
+            self.turns.append(Turn(question=question, pictures=turn.pictures, reasoning=reasoning, answer=answer))
             self.waiting, self.unasked = [], ""
         return ending
 

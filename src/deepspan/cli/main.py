@@ -23,7 +23,9 @@ app = typer.Typer(
 )
 eval_app = typer.Typer(help="Measure how well a model answers.", no_args_is_help=True)
 inspect_app = typer.Typer(help="Look at what deepspan would do, without doing it.", no_args_is_help=True)
+bench_app = typer.Typer(help="Measure how fast a server answers.", no_args_is_help=True)
 app.add_typer(eval_app, name="eval")
+app.add_typer(bench_app, name="bench")
 app.add_typer(inspect_app, name="inspect")
 
 Model = Annotated[
@@ -91,6 +93,29 @@ def generate(
         question=question, model=model, images=image or [], system=system, effort=effort, raw=raw,
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed,
         image_mode=image_mode, device=device, dtype=dtype,
+    )  # fmt: skip
+
+
+@app.command()
+def chat(
+    model: Model = None,
+    image: Annotated[
+        list[Path] | None,
+        typer.Option("--image", "-i", help="Picture for the first question; repeat for more.", show_default=False),
+    ] = None,
+    system: Annotated[str, typer.Option(help="System message.", show_default=False)] = "",
+    effort: Annotated[str, typer.Option(help="Thinking: none, low, high or max.")] = "none",
+    max_tokens: Annotated[int, typer.Option(help="New tokens of an answer at most.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same text.", show_default=False)] = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> None:
+    """Talk with a model in the terminal, about pictures too; lines beginning with / are commands, /help lists them."""
+    _verb(
+        "chat", "run",
+        model=model, images=image or [], system=system, effort=effort, max_tokens=max_tokens, temperature=temperature,
+        seed=seed, device=device, dtype=dtype,
     )  # fmt: skip
 
 
@@ -180,6 +205,42 @@ def eval_tiny(
     """Accuracy of deepspan-tiny's skills on held-out pictures and texts."""
     _verb("eval", "run", model=model, questions=questions, as_json=as_json, failures=failures,
           device=device, dtype=dtype)  # fmt: skip
+
+
+@bench_app.command("serve")
+def bench_serve(
+    url: Annotated[str, typer.Option(help="Address of an OpenAI-compatible API.")] = "http://127.0.0.1:8000/v1",
+    model: Annotated[
+        str | None, typer.Option(help="Name of the model; the first that the server lists.", show_default=False)
+    ] = None,
+    api_key: Annotated[str | None, typer.Option(help="Key to send.", show_default=False)] = None,
+    requests: Annotated[int, typer.Option(min=1, help="Requests to measure.")] = 64,
+    concurrency: Annotated[
+        int | None,
+        typer.Option(min=1, help="Requests at once (closed loop); 8 if no rate is given.", show_default=False),
+    ] = None,
+    rate: Annotated[
+        float | None, typer.Option(help="Requests per second, at random times (open loop).", show_default=False)
+    ] = None,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt's text, about.")] = 256,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 64,
+    images: Annotated[int, typer.Option(min=0, help="Pictures of a request, all different.")] = 0,
+    image_size: Annotated[str, typer.Option(help="Size of pictures, WIDTHxHEIGHT.")] = "560x560",
+    shared_prefix: Annotated[
+        int, typer.Option(min=0, help="Tokens at the beginning that all prompts share, about.")
+    ] = 0,
+    seed: Annotated[int, typer.Option(help="Same seed, same prompts (which the server may remember).")] = 0,
+    warmup: Annotated[int, typer.Option(min=0, help="Requests before the measured ones.")] = 4,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds without a byte that make a request fail.")] = 600.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Put a load on a server: throughput, and how long answers take. Exit code 1 if a request fails."""
+    _verb(
+        "bench", "run",
+        url=url, model=model, api_key=api_key, requests=requests, concurrency=concurrency, rate=rate,
+        prompt_tokens=prompt_tokens, output_tokens=output_tokens, images=images, image_size=image_size,
+        shared_prefix=shared_prefix, seed=seed, warmup=warmup, timeout=timeout, as_json=as_json,
+    )  # fmt: skip
 
 
 @inspect_app.command("ops")

@@ -38,7 +38,7 @@ def decode_data_url(address: str, where: str, max_bytes: int) -> bytes:
 
     Raises ImageError if the type is no image's, the body is malformed, or it holds more than `max_bytes`.
     """
-    header, comma, body = address.strip(TEXT_WHITESPACE).partition(",")
+    header, comma, body = address.partition(",")
     if not comma or len(header) > MAX_HEADER:
         raise ImageError(f"{where}: a data: URL needs a comma between its type and its data, as in {EXAMPLE}")
     kind, *params = (part.strip(TEXT_WHITESPACE).lower() for part in header.partition(":")[2].split(";"))
@@ -63,7 +63,7 @@ def _decode_base64(body: bytes, where: str, max_bytes: int) -> bytes:
     padded_right = padding == 0 or (padding <= 2 and len(body) % 4 == 0)
     url_safe = b"-" in symbols or b"_" in symbols
     mixed = url_safe and (b"+" in symbols or b"/" in symbols)
-    if mixed or not padded_right or len(symbols) % 4 == 1:
+    if mixed or not padded_right:
         raise _malformed_base64(where)
 
     data = bytearray()
