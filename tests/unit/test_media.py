@@ -34,6 +34,7 @@ PUBLIC = "93.184.216.34"
 PICTURE = bytes(range(256)) * 3 + b"\xff"  # 769 bytes: base64 of it has padding and both special symbols
 WHERE = "messages[0].content[1].image_url.url"
 NOT_FETCHED = "the image could not be fetched"
+PATIENT = {"total_timeout": 3600.0, "connect_timeout": 3600.0}  # a busy machine must not fail a test
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 Answer = bytes | Handler
@@ -129,7 +130,7 @@ async def loader(
     **policy: object,
 ) -> AsyncIterator[MediaLoader]:
     made = MediaLoader(
-        MediaPolicy(**policy),
+        MediaPolicy(**PATIENT | policy),
         resolver=resolver or Names(),
         backend=backend or Detour(),
         ssl_context=ssl_context or ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),  # reading the authorities takes a while
@@ -444,8 +445,8 @@ def test_load_of_too_many_images_is_refused():
 
 
 def test_load_of_the_same_bad_address_twice_names_the_first():
-    with refused("slot[0]", "must be given as"):
-        load("a.png", "a.png")
+    with refused("slot[0]", "not valid base64"):
+        load(*["data:image/png;base64,!"] * 2)
 
 
 def test_load_of_too_many_bytes_in_all_is_refused():
@@ -466,7 +467,7 @@ def test_load_with_one_bad_image_ends_the_others():
         assert await reader.read() == b""
 
     async def run() -> None:
-        async with site(stalled) as web, loader(remote=True, ports=(web.port,), total_timeout=3600) as made:
+        async with site(stalled) as web, loader(remote=True, ports=(web.port,)) as made:
             with refused("bad", "not valid base64"):
                 await made.load([("slow", f"http://a.example:{web.port}/"), ("bad", "data:image/png;base64,!")])
 
@@ -675,7 +676,7 @@ def test_host_whose_first_address_does_not_answer_is_connected_to_at_the_next():
 def test_private_host_on_a_closed_network_is_fetched(host):
     async def run() -> list[bytes]:
         async with site(response()) as web:
-            policy = MediaPolicy(remote=True, allow_private=True, ports=(web.port,))
+            policy = MediaPolicy(remote=True, allow_private=True, ports=(web.port,), **PATIENT)
             resolver = Names(["127.0.0.2", "127.0.0.1"])  # the first has no such port
             made = MediaLoader(policy, resolver=resolver, ssl_context=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
             loaded = await made.load([(WHERE, f"http://{host}:{web.port}/a.png")])
@@ -783,7 +784,7 @@ def test_fetch_of_a_bad_answer_fails_with_the_one_message(answer, limits):
     with refused(WHERE, NOT_FETCHED) as caught:
         fetch(answer, response(b"hidden"), **limits)  # a second try or a redirect followed would find this
     assert caught.value.__cause__ is not None
-    policy = MediaPolicy(**limits)
+    policy = MediaPolicy(**PATIENT | limits)
     assert str(caught.value) == (
         f"{WHERE}: the image could not be fetched; its URL must answer with status 200 and the image itself, without "
         f"Content-Encoding, in at most {policy.max_bytes} bytes ({policy.max_total_bytes} for all images of the "
@@ -957,7 +958,8 @@ def test_tls_by_default_believes_no_unknown_certificate(certificate):
         server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         server.load_cert_chain(*certificate)
         async with site(response(), tls=server) as web:
-            made = MediaLoader(MediaPolicy(remote=True, ports=(web.port,)), resolver=Names(), backend=Detour())
+            policy = MediaPolicy(remote=True, ports=(web.port,), **PATIENT)
+            made = MediaLoader(policy, resolver=Names(), backend=Detour())
             with refused(WHERE, NOT_FETCHED):
                 await made.load([(WHERE, f"https://pictures.example:{web.port}/")])
             await made.aclose()

@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 import typer
 from rich.console import Console
@@ -48,6 +49,7 @@ def run(
         raise ConfigError("--concurrency (closed loop) and --rate (open loop) exclude each other")
     if concurrency is None and rate is None:
         concurrency = DEFAULT_CONCURRENCY
+    check_url(url)
     load = Load(concurrency=concurrency, rate=rate, image_size=read_size(image_size), **given)
     with counting("asking", "requests") as progress:
         result = asyncio.run(measure(load, url=url, model=model, api_key=api_key, timeout=timeout, progress=progress))
@@ -58,6 +60,17 @@ def run(
         _show(found)
     if found["requests"]["failed"]:
         raise typer.Exit(1)
+
+
+def check_url(url: str) -> None:
+    """Raises ConfigError for what is no http(s) address."""
+    try:
+        parts = urlsplit(url)
+        is_http = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # brackets, or a port over 65535
+        is_http = False
+    if not is_http:
+        raise ConfigError(f"--url must be an address such as http://127.0.0.1:8000/v1, found {url!r}")
 
 
 def read_size(text: str) -> tuple[int, int]:

@@ -19,6 +19,7 @@ MAX_MESSAGE = 2000
 MAX_ITEMS = 10
 RETRY_AFTER_SECONDS = 1
 _FIELD = re.compile(r"([a-z_]+(?:\[\d+\]|\.[a-zA-Z_]+)*)(?=[ :])")
+_BRANCHES = frozenset(("str", "int", "float", "bool", "constrained-str"))
 _TYPES = {
     400: "BadRequestError",
     401: "AuthenticationError",
@@ -87,7 +88,10 @@ def _of_validation(error: ValidationError) -> ApiError:
 
 
 def _path(location: tuple[int | str, ...]) -> str:
+    """Path of a field; the names of a union's branches, which stand between, are no part of it."""
     path = ""
     for part in location:
+        if isinstance(part, str) and (part in _BRANCHES or not part.isidentifier()):
+            continue
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
     return path[:200]

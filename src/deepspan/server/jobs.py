@@ -151,9 +151,17 @@ class Service:
         """
         watch = self.metrics.watch(job.requests)
         self.num_active += 1
+        limit, loop = self.settings.request_timeout, asyncio.get_running_loop()
+        deadline = None if limit is None else loop.time() + limit
         try:
-            async with asyncio.timeout(self.settings.request_timeout), aclosing(merged(job.streams)) as events:
-                async for event in events:
+            async with aclosing(merged(job.streams)) as events:
+                # Each step has the deadline for itself: whoever reads may take every event in a task of its own, and
+                # a time-out belongs to the task that began it.
+                while True:
+                    async with asyncio.timeout_at(deadline):
+                        event = await anext(events, None)
+                    if event is None:
+                        break
                     watch.see(event)
                     yield event
         finally:

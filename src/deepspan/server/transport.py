@@ -122,19 +122,20 @@ class EventStream(Response):
             await asyncio.gather(sending, gone, return_exceptions=True)
 
     async def _send_all(self, send: Send) -> None:
-        async def write(text: str, *, more: bool = True) -> None:
-            await send({"type": "http.response.body", "body": text.encode("utf-8"), "more_body": more})
+        async with aclosing(self._texts()) as texts:
+            async for text in texts:
+                await send({"type": "http.response.body", "body": text.encode("utf-8"), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
+    async def _texts(self) -> AsyncGenerator[str]:
+        """What is sent; an error of the events, not of the sending, is among it."""
         try:
-            async with aclosing(_with_pauses(self._events, self._keep_alive)) as events:  # type: ignore[type-var]
+            async with aclosing(_with_pauses(self._events, self._keep_alive)) as events:
                 async for event in events:
-                    await write(": keep-alive\n\n" if event is None else event)
-        except (asyncio.CancelledError, OSError):  # nobody listens any more
-            raise
+                    yield ": keep-alive\n\n" if event is None else event
         except Exception as error:
             for event in self._on_error(error):
-                await write(event)
-        await write("", more=False)
+                yield event
 
 
 def data_event(value: Any, name: str | None = None) -> str:
