@@ -33,7 +33,7 @@ class Example:
     """One conversation, encoded. targets: int64 [T], the next token where it counts for the loss, -1 elsewhere.
 
     turns: int64 [T], number of the answer a target belongs to. skills: of each answer.
-    labels: per image int64 [5, cells]: shape, colour and three character classes of each cell in raster order.
+    labels: per image int64 [6, cells]: shape, colour, three characters and centre of each cell in raster order.
     """
 
     token_ids: np.ndarray
@@ -93,7 +93,8 @@ def _labels(scene: Scene, vision: VisionConfig) -> np.ndarray:
         content_height=plan.content_height,
         cell=vision.patch_size * vision.downsample_ratio,
     )
-    return np.stack((labels.shape.ravel(), labels.colour.ravel(), *labels.character.reshape(3, -1)))
+    planes = (labels.shape, labels.colour, *labels.character, labels.centre)
+    return np.stack([plane.ravel() for plane in planes])
 
 
 def examples(

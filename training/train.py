@@ -26,7 +26,7 @@ from deepspan.model.attention import Indexer
 from deepspan.model.network import DeepseekV4
 from deepspan.runtime.batch_builder import SequenceInput, build_batch
 from deepspan.runtime.runner import emission_order
-from deepspan.skills.labels import CHARACTER_CLASSES, COLOUR_CLASSES, SHAPE_CLASSES
+from deepspan.skills.labels import CENTRE_CLASSES, CHARACTER_CLASSES, COLOUR_CLASSES, SHAPE_CLASSES
 from deepspan.skills.suite import TRAIN_SEED
 from training.curriculum import CURRICULUM, Stage, chosen_stages, stage_at
 from training.data import Batches, Example
@@ -38,8 +38,10 @@ from training.tokenizer import write_tokenizer
 
 PROBES = ("probe", "places")  # heads that training alone has
 PLACES = 6  # parts of a picture's width and height
+NUMBERS = 3  # pictures of a question
 PLACE_LAYER = 1
-CLASSES = (len(SHAPE_CLASSES), len(COLOUR_CLASSES), *3 * (len(CHARACTER_CLASSES),))
+NUMBER_LAYER = 3  # one compressed layer has seen the pictures before
+CLASSES = (len(SHAPE_CLASSES), len(COLOUR_CLASSES), *3 * (len(CHARACTER_CLASSES),), len(CENTRE_CLASSES))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,8 +86,9 @@ class Trainer:
             if isinstance(module, Indexer):  # its loss moves the indexer alone
                 module.register_forward_pre_hook(lambda _, args: (args[0].detach(), args[1].detach(), *args[2:]))
         # Which part of its picture an image row lies in, asked of the streams before the first compressed layer: the
-        # tower knows distances only, so the network has to work places out from the tokens around the rows.
-        self.places = nn.Linear(self.config.hidden_size, 2 * PLACES)
+        # tower knows distances only, so the network has to work places out from the tokens around the rows. And which
+        # of the pictures it belongs to, asked behind compressed layers, as pictures are longer than the window.
+        self.places = nn.Linear(self.config.hidden_size, 2 * PLACES + NUMBERS)
         named = dict(self.network.named_parameters())
         self.muon = Muon([p for n, p in named.items() if uses_muon(n, p)], schedule.muon_rate, 0.95, 0.01)
         adam = [p for n, p in named.items() if not uses_muon(n, p) and "gate.bias" not in n]
@@ -179,8 +182,9 @@ class Trainer:
         ]
         longest = max(len(e.token_ids) for e in batch)
         built = build_batch(sequences, self.config, "cpu", query_block=longest)
-        output = self.network(built, stream_taps=(PLACE_LAYER,))
-        place_loss = self._place(batch, output.streams[PLACE_LAYER][built.image_rows].mean(1))
+        output = self.network(built, stream_taps=(PLACE_LAYER, NUMBER_LAYER))
+        early, late = (output.streams[layer][built.image_rows].mean(1) for layer in (PLACE_LAYER, NUMBER_LAYER))
+        place_loss = self._place(batch, early, late)
         logits = output.logits
         targets = torch.cat([torch.from_numpy(e.targets[e.targets >= 0]) for e in batch])
         losses = F.cross_entropy(logits.float(), targets, reduction="none")
@@ -194,17 +198,29 @@ class Trainer:
         beside = schedule.cell_weight * cell_loss + schedule.place_weight * place_loss
         return answer_loss + schedule.index_weight * index_loss + beside
 
-    def _place(self, batch: list[Example], rows_FD: Tensor) -> Tensor:
-        """Loss of telling in which of `PLACES` columns and lines of its picture each IMAGE row lies."""
-        if not len(rows_FD):
+    def _place(self, batch: list[Example], early_FD: Tensor, late_FD: Tensor) -> Tensor:
+        """Loss of telling in which of `PLACES` columns and lines of its picture each IMAGE row lies, and in which
+        picture."""
+        if not len(early_FD):
             return torch.zeros(())
         assert self.config.vision is not None, "there are image rows"
         tile = self.config.vision.downsample_ratio
         wanted = torch.from_numpy(np.concatenate([_places(image, tile) for e in batch for image in e.images], axis=1))
+        numbers = [
+            torch.full((len(image.block.encoder_rows),), number)
+            for e in batch
+            for number, image in enumerate(e.images)
+        ]
+        columns, lines, _ = self.places(early_FD).split((PLACES, PLACES, NUMBERS), 1)
+        of_picture = self.places(late_FD)[:, 2 * PLACES :]
         loss = torch.zeros(())
-        for name, logits, places in zip(("column", "line"), self.places(rows_FD).split(PLACES, 1), wanted, strict=True):
-            loss = loss + F.cross_entropy(logits, places)
-            self.meters[f"place_{name}"].append(float((logits.argmax(1) == places).float().mean()))
+        for name, logits, right in (
+            ("column", columns, wanted[0]),
+            ("line", lines, wanted[1]),
+            ("number", of_picture, torch.cat(numbers)),
+        ):
+            loss = loss + F.cross_entropy(logits, right)
+            self.meters[f"place_{name}"].append(float((logits.argmax(1) == right).float().mean()))
         return loss
 
     def _see(self, batch: list[Example]) -> tuple[list[Tensor], Tensor]:
@@ -216,9 +232,8 @@ class Trainer:
         rows = self.network.encode_images(patches, [(image.grid_rows, image.grid_cols) for image in images])
         labels = torch.cat([torch.from_numpy(label) for e in batch for label in e.labels], dim=1)
         loss = torch.zeros(())
-        for name, logits, wanted in zip(
-            ("shape", "colour", "left", "character", "right"), self.probe(rows).split(CLASSES, 1), labels, strict=True
-        ):
+        names = ("shape", "colour", "left", "character", "right", "centre")
+        for name, logits, wanted in zip(names, self.probe(rows).split(CLASSES, 1), labels, strict=True):
             weights = torch.where(wanted > 0, 1.0, 0.1)  # most cells are empty
             losses = F.cross_entropy(logits.float(), wanted, reduction="none") * weights
             loss = loss + losses.sum() / weights.sum()

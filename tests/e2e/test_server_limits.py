@@ -16,7 +16,15 @@ from deepspan.server.media import MediaPolicy
 HELLO = [{"role": "user", "content": "hello"}]
 CHAT = "/v1/chat/completions"
 HEADER = b"IHDR" + struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
-BOMB = b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + HEADER + struct.pack(">I", zlib.crc32(HEADER)) + struct.pack(">I", 8) + b"IDAT" + b"\0" * 12
+BOMB = (
+    b"\x89PNG\r\n\x1a\n"
+    + struct.pack(">I", 13)
+    + HEADER
+    + struct.pack(">I", zlib.crc32(HEADER))
+    + struct.pack(">I", 8)
+    + b"IDAT"
+    + b"\0" * 12
+)
 
 
 def body(messages=HELLO, **fields):

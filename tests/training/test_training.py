@@ -70,7 +70,7 @@ def test_targets_of_conversation_spell_the_answers(trainer, tmp_path):
         answer = example.targets[example.turns == turn].tolist()
         assert answer[-1] == tokenizer.special.eos
         assert tokenizer.decode(answer) == expected.answer
-    assert example.labels[0].shape == (5, len(example.images[0].block.encoder_rows))
+    assert example.labels[0].shape == (6, len(example.images[0].block.encoder_rows))
 
 
 def test_tokenizer_of_recipe_keeps_characters_apart(trainer, tmp_path):

@@ -21,7 +21,7 @@ from urllib.parse import quote_from_bytes
 import httpcore
 import httpx
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from deepspan.errors import ConfigError, ImageError
@@ -264,6 +264,7 @@ def spellings(draw: st.DrawFn) -> tuple[bytes, str]:
     return contents, f"{head}{draw(st.sampled_from([kind, kind.upper()]))},{body}"
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # both only measure how busy the machine is
 @given(spellings())
 def test_data_url_of_any_spelling_gives_its_bytes(case):
     contents, address = case

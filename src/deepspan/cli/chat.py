@@ -284,7 +284,7 @@ def _answer(session: Session, question: str) -> None:
     try:
         with _patient_interrupts() as stopped:
             ending = session.ask(question, screen.show, stopped)
-        screen.is_begun = True
+        screen.is_begun |= ending != "interrupted"  # an empty answer is a line too
     finally:
         screen.end()
     if ending == "length":

@@ -14,19 +14,22 @@ from deepspan.skills.pictures import COLOURS, SHAPES, Box, Scene, Text
 SHAPE_CLASSES = ("none", *SHAPES, "text")
 COLOUR_CLASSES = ("none", *COLOURS)
 CHARACTER_CLASSES = ("none", *CHARACTERS)
+CENTRE_CLASSES = ("none", "centre")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellLabels:
-    """Class numbers, int64: indices of the three tuples above, 0 where there is no object.
+    """Class numbers, int64: indices of the tuples above, 0 where there is no object.
 
-    shape, colour: [rows, columns]. character: [3, rows, columns], at a sixth, a half and five sixths of a cell's width,
+    shape, colour: [rows, columns]. centre: [rows, columns], where the centre of a shape lies: a shape covers several
+    cells, and has one of these, so that what is counted are shapes. character: [3, rows, columns], at a sixth, a half and five sixths of a cell's width,
     because a cell can show parts of three narrow characters.
     """
 
     shape: np.ndarray
     colour: np.ndarray
     character: np.ndarray
+    centre: np.ndarray
 
 
 def cell_labels(
@@ -51,6 +54,7 @@ def cell_labels(
     y = ((np.arange(rows) + 0.5) * cell - content_top) * (scene.height / content_height)
     shape, colour = (np.zeros((rows, columns), dtype=np.int64) for _ in range(2))
     character = np.zeros((3, rows, columns), dtype=np.int64)
+    centre = np.zeros((rows, columns), dtype=np.int64)
     third = cell / 3 * (scene.width / content_width)
     for thing in scene.objects:
         under = _covered(thing.box, x, y)
@@ -61,7 +65,12 @@ def cell_labels(
             for letter, box in zip(thing.text, thing.character_boxes(), strict=True):
                 for column, shift in enumerate((-third, 0, third)):
                     character[column, _covered(box, x + shift, y)] = CHARACTER_CLASSES.index(letter)
-    return CellLabels(shape=shape, colour=colour, character=character)
+        else:
+            left, top, right, bottom = thing.box
+            column = (content_left + (left + right) / 2 * content_width / scene.width) // cell
+            row = (content_top + (top + bottom) / 2 * content_height / scene.height) // cell
+            centre[int(row), int(column)] = 1
+    return CellLabels(shape=shape, colour=colour, character=character, centre=centre)
 
 
 def _covered(box: Box, x: np.ndarray, y: np.ndarray) -> np.ndarray:
