@@ -1,10 +1,12 @@
 """Requests made from the server's own description of itself, valid and not: never an answer of 5xx."""
 
+from contextlib import suppress
 from functools import partial
 
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode
 from server_helpers import serving
 
@@ -53,7 +55,8 @@ def _try(cases, check):
     def run(case):
         check(case)
 
-    run()
+    with suppress(Unsatisfiable):  # where nothing can be wrong, nothing wrong can be made up
+        run()
 
 
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
@@ -75,8 +78,6 @@ def test_any_request_gets_an_answer_that_is_no_server_error(operations, mode):
             assert answer.json()["error"]["message"]
 
     for label, operation in operations.items():
-        if mode is GenerationMode.NEGATIVE and not operation.body:
-            continue  # there is nothing in it that could be wrong
         cases = operation.as_strategy(generation_mode=mode)
         _try(cases, partial(check, label))
-    assert 400 in answered["POST /v1/chat/completions"]
+    assert all(400 in answered[f"POST {path}"] for path in LIMITS)

@@ -300,7 +300,10 @@ def test_options_of_request_read_format_and_ending():
             [_user("x"), {"role": "tool", "content": "r"}],
             r"messages\[1\]: a tool result needs a call before it",
         ),
-        ([_user("x"), _assistant(None, tool_calls=[{}])], r"messages\[1\]\.tool_calls\[0\]\.function must be an object"),
+        (
+            [_user("x"), _assistant(None, tool_calls=[{}])],
+            r"messages\[1\]\.tool_calls\[0\]\.function must be an object",
+        ),
         ([{"role": "system", "content": "", "tools": [{}]}], r"messages\[0\]\.tools: tools are a field of the request"),
     ],
 )

@@ -129,13 +129,17 @@ def serve(
     ] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
-    cache_memory: Annotated[str | None, typer.Option(help="Memory for caches, such as 8GiB.", show_default=False)] = None,
+    cache_memory: Annotated[
+        str | None, typer.Option(help="Memory for caches, such as 8GiB.", show_default=False)
+    ] = None,
     max_model_len: Annotated[int, typer.Option(min=1, help="Tokens of one request, prompt and output.")] = 131_072,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests running at once.")] = 32,
     max_batched_tokens: Annotated[int, typer.Option(min=1, help="Tokens of one step.")] = 2048,
     max_queued: Annotated[int, typer.Option(min=1, help="Requests that may wait; more get 429.")] = 256,
     prefix_caching: Annotated[bool, typer.Option(help="Reuse what earlier requests computed.")] = True,
-    default_effort: Annotated[str, typer.Option(help="Thinking where a request says nothing: none, low, high, max.")] = "high",
+    default_effort: Annotated[
+        str, typer.Option(help="Thinking where a request says nothing: none, low, high, max.")
+    ] = "high",
     api_key: Annotated[
         list[str] | None,
         typer.Option(help="Key that clients must send; repeat for more. Also DEEPSPAN_API_KEYS.", show_default=False),
@@ -147,7 +151,9 @@ def serve(
     image_domain: Annotated[
         list[str] | None, typer.Option(help="Fetch from this domain only; repeat for more.", show_default=False)
     ] = None,
-    private_images: Annotated[bool, typer.Option(help="Fetch from private networks too (closed networks only).")] = False,
+    private_images: Annotated[
+        bool, typer.Option(help="Fetch from private networks too (closed networks only).")
+    ] = False,
     image_folder: Annotated[
         Path | None, typer.Option(help="Folder that file: addresses may read.", show_default=False)
     ] = None,

@@ -85,6 +85,9 @@ class _Routes:
 
     def __init__(self, app: FastAPI, service: Service) -> None:
         self._app, self._service = app, service
+        self._schemas: dict[str, Any] = {}
+        self._describe = app.openapi
+        app.openapi = self._description  # type: ignore[method-assign]
 
     def add(
         self,
@@ -96,7 +99,7 @@ class _Routes:
         async def answer(request: Request) -> Response:
             return await _answer(self._service, request, endpoint, fields)
 
-        extra = {"requestBody": _body_schema(fields)} if fields is not None else None
+        extra = {"requestBody": self._body(fields)} if fields is not None else None
         for number, path in enumerate(paths):
             self._app.add_api_route(
                 path,
@@ -108,6 +111,18 @@ class _Routes:
                 openapi_extra=extra,
                 responses={status: {"description": "error"} for status in (400, 401, 404, 413, 429, 500, 503)},
             )
+
+    def _body(self, fields: type[Fields]) -> dict[str, Any]:
+        """Bodies are read by `transport.read_json`, with its limits, so their description is made here too."""
+        schema = fields.model_json_schema(ref_template="#/components/schemas/{model}")
+        self._schemas |= schema.pop("$defs", {}) | {fields.__name__: schema}
+        content = {"schema": {"$ref": f"#/components/schemas/{fields.__name__}"}}
+        return {"required": True, "content": {"application/json": content}}
+
+    def _description(self) -> dict[str, Any]:
+        description = self._describe()
+        description.setdefault("components", {}).setdefault("schemas", {}).update(self._schemas)
+        return description
 
 
 async def _answer(
@@ -264,12 +279,6 @@ def _stream(service: Service, events: AsyncGenerator[str]) -> EventStream:
         return [data_event(api_error(error).body()), DONE]
 
     return EventStream(events, failed, service.settings.keep_alive)
-
-
-def _body_schema(fields: type[Fields]) -> dict[str, Any]:
-    schema = fields.model_json_schema(ref_template="#/components/schemas/{model}")
-    schema.pop("$defs", None)
-    return {"required": True, "content": {"application/json": {"schema": schema}}}
 
 
 class _Guard:
