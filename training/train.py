@@ -207,9 +207,7 @@ class Trainer:
         tile = self.config.vision.downsample_ratio
         wanted = torch.from_numpy(np.concatenate([_places(image, tile) for e in batch for image in e.images], axis=1))
         numbers = [
-            torch.full((len(image.block.encoder_rows),), number)
-            for e in batch
-            for number, image in enumerate(e.images)
+            torch.full((len(image.block.encoder_rows),), number) for e in batch for number, image in enumerate(e.images)
         ]
         columns, lines, _ = self.places(early_FD).split((PLACES, PLACES, NUMBERS), 1)
         of_picture = self.places(late_FD)[:, 2 * PLACES :]

@@ -150,7 +150,8 @@ def test_end_without_a_token_is_terminal_and_gives_out_what_was_held(tokenizer):
 # --- calls of tools, and raw prompts
 
 CALL = (
-    '\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="x" string="true">a;b</｜DSML｜parameter>\n'
+    '\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n'
+    '<｜DSML｜parameter name="x" string="true">a;b</｜DSML｜parameter>\n'
     "</｜DSML｜invoke>\n</｜DSML｜tool_calls>"
 )
 
@@ -170,7 +171,7 @@ def test_call_comes_out_as_a_call_and_stop_strings_leave_it_alone(tokenizer):
 
 
 def test_call_cut_off_by_a_limit_stays_open_and_by_the_end_is_none(tokenizer):
-    cut = CALL.split(";b")[0]
+    cut = CALL.split(";b", maxsplit=1)[0]
     _, output = _run(tokenizer, CHAT, cut, max_tokens=len(tokenizer.encode_raw(cut)))
     assert [(call.arguments, call.is_complete) for call in output.calls] == [('{"x": "a', False)]
     _, output = _run(tokenizer, CHAT, cut + special.EOS)

@@ -1,6 +1,7 @@
 """Output parsing: golden outputs however they are cut, its tolerance, its typing, what is no call."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,8 @@ PIECES = [
     *(BAR, THINK_OPEN, THINK_CLOSE, "<", "</", ">", "/>", "\n", "\n\n", " ", "｜", "a", '"', "'", "{", "}", "é", "5"),
     *("tool_calls", "invoke", "parameter", ' name="f"', ' name="x"', ' string="true"', ' string="false"', "tool"),
     *(f"<{BAR}tool_calls>\n", f"<{BAR}invoke name=\"f\">\n", f"</{BAR}invoke>\n", f"</{BAR}tool_calls>"),
-    *(f"<{BAR}parameter name=\"x\" string=\"true\">", f"<{BAR}parameter name=\"n\" string=\"false\">", f"</{BAR}parameter>"),
+    *(f"<{BAR}parameter name=\"x\" string=\"true\">", f"</{BAR}parameter>"),
+    f"<{BAR}parameter name=\"n\" string=\"false\">",
 ]  # fmt: skip
 
 
@@ -86,7 +88,7 @@ def test_parser_any_output_cut_anywhere_adds_up_to_the_whole(pieces, places, in_
     text = "".join(pieces)
     whole = parse([text], in_reasoning=in_reasoning, cut_off=cut_off)
     bounds = sorted({0, len(text), *(place for place in places if place < len(text))})
-    cut = [text[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    cut = [text[a:b] for a, b in pairwise(bounds)]
     assert parse(cut, in_reasoning=in_reasoning, cut_off=cut_off) == whole
     assert parse(list(text), in_reasoning=in_reasoning, cut_off=cut_off) == whole
     for found in whole[2]:
@@ -107,7 +109,10 @@ def test_parser_any_output_cut_anywhere_adds_up_to_the_whole(pieces, places, in_
         (call(parameter("a")).replace('"', "'"), [("f", {"x": "a"})]),
         (call(parameter("a")).replace('name="f"', "name=“f”"), [("f", {"x": "a"})]),
         (call(f'<{BAR}parameter string="false" name="n">7</{BAR}parameter>', "g"), [("g", {"n": 7})]),
-        (call(f'<{BAR}parameter name="x" string="true">a\n<{BAR}parameter name="y" string="true">b'), [("f", {"x": "a", "y": "b"})]),
+        (
+            call(f'<{BAR}parameter name="x" string="true">a\n<{BAR}parameter name="y" string="true">b'),
+            [("f", {"x": "a", "y": "b"})],
+        ),
         (call(f'<{BAR}parameter name="x" string="true">a\n'), [("f", {"x": "a"})]),
         (call('{"x": [1, {"y": null}]}'), [("f", {"x": [1, {"y": None}]})]),
         (call("", "nobody"), [("nobody", {})]),
@@ -117,7 +122,10 @@ def test_parser_any_output_cut_anywhere_adds_up_to_the_whole(pieces, places, in_
         (call(parameter("1E999", "fl", "false"), "g"), [("g", {"fl": "1E999"})]),
         (call(parameter("true", "b"), "g"), [("g", {"b": True})]),
         (call(parameter("5", "x", "false")), [("f", {"x": "5"})]),
-        (call(parameter('{"x": 1}', "arguments", "false") + parameter("2", "z")), [("f", {"arguments": {"x": 1}, "z": "2"})]),
+        (
+            call(parameter('{"x": 1}', "arguments", "false") + parameter("2", "z")),
+            [("f", {"arguments": {"x": 1}, "z": "2"})],
+        ),
         (call(parameter('say "hi"\\ \t\x01')), [("f", {"x": 'say "hi"\\ \t\x01'})]),
     ],
 )  # fmt: skip

@@ -26,6 +26,7 @@ DEFAULT_CONCURRENCY = 8
 TOKENS = ("prompt", "cached", "image", "output")
 SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 MAX_SIDE = 8192
+LATE_SECONDS = 0.1
 _SIZE = re.compile(r"(\d{1,5})x(\d{1,5})")
 
 
@@ -207,8 +208,9 @@ def _show(found: dict[str, Any]) -> None:
 
 def _remark(found: dict[str, Any]) -> None:
     """What makes numbers less than they seem."""
-    load, requests, outside = found["load"], found["requests"], found["outside"]
+    load, requests, outside, late = found["load"], found["requests"], found["outside"], found["send_delay"]
     remarks = {
+        f"requests were sent up to {late:.2f} s late: this machine is too slow for the load": late > LATE_SECONDS,
         "the server takes neither ignore_eos nor min_tokens": not load["exact_output"],
         "the server does not tell how it counts: prompts have a word per token": not load["calibrated_prompts"],
         f"{requests['other_length']} answers have another length than asked for": requests["other_length"],

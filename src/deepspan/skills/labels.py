@@ -22,8 +22,8 @@ class CellLabels:
     """Class numbers, int64: indices of the tuples above, 0 where there is no object.
 
     shape, colour: [rows, columns]. centre: [rows, columns], where the centre of a shape lies: a shape covers several
-    cells, and has one of these, so that what is counted are shapes. character: [3, rows, columns], at a sixth, a half and five sixths of a cell's width,
-    because a cell can show parts of three narrow characters.
+    cells, and has one of these, so that what is counted are shapes. character: [3, rows, columns], at a sixth, a half
+    and five sixths of a cell's width, because a cell can show parts of three narrow characters.
     """
 
     shape: np.ndarray
