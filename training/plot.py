@@ -7,7 +7,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 
 LOSSES = ("answer_loss", "index_loss")
-NOT_ACCURACY = (*LOSSES, "step", "samples", "seconds", "grad_norm")
+NOT_ACCURACY = (*LOSSES, "step", "stage", "samples", "seconds", "grad_norm")
 
 
 def draw_curves(log: Path, out: Path) -> None:

@@ -38,6 +38,7 @@ from training.tokenizer import write_tokenizer
 
 PROBES = ("probe", "places")  # heads that training alone has
 PLACES = 6  # parts of a picture's width and height
+AVERAGE_EVERY = 20  # steps
 NUMBERS = 3  # pictures of a question
 PLACE_LAYER = 1
 NUMBER_LAYER = 3  # one compressed layer has seen the pictures before
@@ -46,7 +47,7 @@ CLASSES = (len(SHAPE_CLASSES), len(COLOUR_CLASSES), *3 * (len(CHARACTER_CLASSES)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """What a step costs and moves. Rates are peaks."""
+    """What a step costs and moves. Rates are peaks. average_steps: how far back the mean of the weights reaches."""
 
     decay_share: float = 0.3
     batch_tokens: int = 6000
@@ -56,6 +57,7 @@ class Schedule:
     cell_weight: float = 0.3
     place_weight: float = 0.3
     balance_rate: float = 1e-3
+    average_steps: int = 400
     seed: int = 1
     bf16: bool = True
 
@@ -98,6 +100,8 @@ class Trainer:
             (0.9, 0.95),
             weight_decay=0,
         )
+        # What is exported: at a high rate the weights of one step are noisy, their mean is not (see docs/log.md).
+        self.average: dict[str, Tensor] = {}
         self.step, self.next_sample = 0, 0
         self.meters: dict[str, list[float]] = defaultdict(list)
 
@@ -113,6 +117,7 @@ class Trainer:
     def state(self) -> dict[str, Any]:
         return {
             "network": self.network.state_dict(),
+            "average": self.average,
             "probe": self.probe.state_dict(),
             "places": self.places.state_dict(),
             "muon": self.muon.state_dict(),
@@ -131,6 +136,7 @@ class Trainer:
         if file.exists():
             state = torch.load(file)
             self.network.load_state_dict(state["network"])
+            self.average = state.get("average", {})
             self.probe.load_state_dict(state["probe"])
             self.places.load_state_dict(state["places"])
             self.muon.load_state_dict(state["muon"])
@@ -165,6 +171,18 @@ class Trainer:
             optimiser.step()
         _balance(self.network, self.ranks.add_up(self.recorder.loads), self.schedule.balance_rate * rate)
         self.step += 1
+        if self.step % AVERAGE_EVERY == 0:
+            self._update_average()
+
+    @torch.no_grad()
+    def _update_average(self) -> None:
+        """Move the mean of the weights towards those of now."""
+        share = AVERAGE_EVERY / self.schedule.average_steps
+        for name, value in self.network.state_dict().items():
+            if name not in self.average or not value.is_floating_point():
+                self.average[name] = value.clone()
+            else:
+                self.average[name].lerp_(value, share)
 
     def _loss(self, batch: list[Example]) -> Tensor:
         # The tower alone in bf16: its few large products gain, while the network's many shapes would each be compiled.

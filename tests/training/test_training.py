@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from deepspan.config.model import load_model_config
 from deepspan.ops.registry import reference_ops
@@ -18,7 +19,7 @@ from training.export import export
 from training.ops import Recorder, training_ops
 from training.optim import orthogonalise
 from training.ranks import Ranks, launch
-from training.train import Schedule, Trainer, prepare, save_start
+from training.train import AVERAGE_EVERY, Schedule, Trainer, prepare, save_start
 
 STAGES = (
     Stage(name="learn", steps=2, skills={"adding": 1.0}),
@@ -192,3 +193,20 @@ def test_listing_names_each_shape_once_from_left_to_right():
         ):
             if question in found:
                 assert found[question] == ", ".join(words.format(shape) for shape in shapes)
+
+
+def test_average_of_weights_follows_them_and_is_what_is_exported(trainer, tmp_path):
+    batch = next(examples(tmp_path, 0, {"adding": 1.0}, 200))[1]
+    trainer.train_step(batch)
+    trainer._update_average()
+    first = {name: value.clone() for name, value in trainer.network.state_dict().items()}
+    trainer.train_step(batch)
+    trainer._update_average()
+    name = "head.weight"
+    share = AVERAGE_EVERY / trainer.schedule.average_steps
+    wanted = first[name] + share * (trainer.network.state_dict()[name] - first[name])
+    assert torch.allclose(trainer.average[name], wanted, atol=1e-7)
+    trainer.save()
+    export(tmp_path, tmp_path / "out")
+    loaded = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(loaded[name].float(), wanted.to(loaded[name].dtype).float())

@@ -34,7 +34,8 @@ class Grammar:
         lark: text of a Lark grammar, with what the llguidance library adds to that language.
         calls: one or several calls of tools in the model's own markup, given as the JSON text of
             `{"tools": [{"name": ..., "parameters": {...}}], "open": ..., "single": ...}`. open: whether the tag that
-            opens the block stands in the prompt already. single: exactly one call.
+            opens the block stands in the prompt already. single: exactly one call. With a schema as `answer`, JSON that
+            fits it may come instead of calls.
     Raises InputError naming what is wrong.
     """
 
@@ -69,10 +70,21 @@ class Grammar:
         return cls("choice", _dump(list(choices)))
 
     @classmethod
-    def for_calls(cls, tools: Sequence[Mapping[str, Any]], *, is_open: bool, single: bool) -> "Grammar":
-        """Calls of `tools`, each with a `name` and perhaps `parameters`; other keys do not matter."""
+    def for_calls(
+        cls,
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        is_open: bool,
+        single: bool,
+        answer: Mapping[str, Any] | None = None,
+    ) -> "Grammar":
+        """Calls of `tools`, each with a `name` and perhaps `parameters`; other keys do not matter.
+
+        answer: schema of JSON that may come instead.
+        """
         known = [{key: tool[key] for key in ("name", "parameters") if key in tool} for tool in tools]
-        return cls("calls", _dump({"tools": known, "open": is_open, "single": single}))
+        other = {} if answer is None else {"answer": answer}
+        return cls("calls", _dump({"tools": known, "open": is_open, "single": single, **other}))
 
 
 class Matcher(Protocol):
@@ -153,8 +165,10 @@ def _check_choices(value: Any) -> None:
 
 
 def _check_calls(value: Any) -> None:
-    if not isinstance(value, dict) or set(value) != {"tools", "open", "single"}:
-        raise InputError("grammar: calls must be an object of `tools`, `open` and `single`")
+    if not isinstance(value, dict) or set(value) - {"answer"} != {"tools", "open", "single"}:
+        raise InputError("grammar: calls must be an object of `tools`, `open`, `single` and perhaps `answer`")
+    if not isinstance(value.get("answer", {}), dict) or ("answer" in value and value["open"]):
+        raise InputError("grammar: answer must be a schema, and there is none where calls are opened already")
     for name in ("open", "single"):
         if not isinstance(value[name], bool):
             raise InputError(f"grammar: {name} must be true or false, found {value[name]!r}")

@@ -114,31 +114,29 @@ def grammar_of(fields: SamplingFields, options: ChatOptions | None, *, single: b
         return _calls(options, single=single)
     if not asked:
         return None
-    if options is not None and options.offered_tools:
-        raise ApiError(
-            status=400,
-            message=f"{asked[0]} with tools is not supported: use strict tools, or tool_choice none",
-            param=asked[0],
-        )
-    if asked[0] == "response_format":
-        return _of_format(fields.response_format or {})
-    return _of_structure(fields.structured_outputs or {})
+    of_format = asked[0] == "response_format"
+    grammar = _of_format(fields.response_format or {}) if of_format else _of_structure(fields.structured_outputs or {})
+    if options is None or not options.offered_tools:
+        return grammar
+    if grammar.kind not in ("json_schema", "json_object"):
+        raise ApiError(status=400, message=f"{asked[0]} beside tools must be JSON", param=asked[0])
+    return _calls(options, single=single, answer=json.loads(grammar.source or '{"type": "object"}'))
 
 
 def _asks(value: Mapping[str, Any] | None) -> bool:
     return value is not None and value.get("type") != "text"
 
 
-def _calls(options: ChatOptions, *, single: bool) -> Grammar:
+def _calls(options: ChatOptions, *, single: bool, answer: Mapping[str, Any] | None = None) -> Grammar:
     choice = options.tool_choice
     tools = [
         {"name": tool.name, "parameters": dict(tool.parameters)}
         for tool in options.offered_tools
         if choice.name in (None, tool.name)
     ]
-    opened = options.effort == "none"  # the prompt opens the block itself
-    source = {"tools": tools, "open": opened, "single": single or choice.name is not None}
-    return Grammar(kind="calls", source=json.dumps(source, ensure_ascii=False))
+    # A call that is required is opened by the prompt itself, unless reasoning comes before it.
+    is_open = choice.mode == "required" and options.effort == "none"
+    return Grammar.for_calls(tools, is_open=is_open, single=single or choice.name is not None, answer=answer)
 
 
 def _of_format(value: Mapping[str, Any]) -> Grammar:
@@ -150,7 +148,7 @@ def _of_format(value: Mapping[str, Any]) -> Grammar:
             schema = outer.get("schema") if isinstance(outer, Mapping) else None
             if not isinstance(schema, Mapping):
                 raise ApiError(status=400, message="json_schema.schema must be an object", param="response_format")
-            return Grammar(kind="json_schema", source=json.dumps(schema, ensure_ascii=False))
+            return Grammar.for_schema(schema)
         case "regex" if isinstance(value.get("pattern"), str):
             return Grammar(kind="regex", source=value["pattern"])
     raise ApiError(
@@ -172,11 +170,9 @@ def _of_structure(value: Mapping[str, Any]) -> Grammar:
     if name == "json_object":
         return Grammar(kind="json_object", source="")
     if name == "json":
-        return Grammar(
-            kind="json_schema", source=given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-        )
+        return Grammar("json_schema", given) if isinstance(given, str) else Grammar.for_schema(given)
     if name == "choice":
-        return Grammar(kind="choice", source=json.dumps(given, ensure_ascii=False))
+        return Grammar.for_choices(given)
     if not isinstance(given, str):
         raise ApiError(status=400, message=f"structured_outputs.{name} must be a string", param="structured_outputs")
     return Grammar(kind="regex" if name == "regex" else "lark", source=given)

@@ -30,8 +30,12 @@ def calls_lark(source: dict[str, Any], dsml: int, check: Check) -> str:
     size = 0
     calls = [f"call_{number}" for number in range(len(source["tools"]))]
     opening = "" if source["open"] else f'"\\n\\n"? "<" {mark} "tool_calls>\\n" '
+    answer = source.get("answer")
+    if answer is not None:
+        check(answer)
     rules = [
-        f'start: {opening}call{"" if source["single"] else "+"} "</" {mark} "tool_calls>"',
+        "start: block" if answer is None else f"start: block | answer\nanswer: %json {json_text(answer)}",
+        f'block: {opening}call{"" if source["single"] else "+"} "</" {mark} "tool_calls>"',
         f"call: {' | '.join(calls)}",
         # The "</" that ends a text belongs to its terminal: a terminal takes all it can, so it must say where it ends.
         f'TEXT: {Strings().terminal()} "</"',
