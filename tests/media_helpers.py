@@ -163,4 +163,4 @@ def data(contents: bytes) -> str:
     return f"data:image/png;base64,{b64(contents)}"
 
 
-PADDED, URL_SAFE = b64(), base64.urlsafe_b64encode(PICTURE).decode()
+PADDED = b64()

@@ -16,6 +16,7 @@ from deepspan.server.data_url import decode_data_url
 
 
 LINES = "\r\n".join(PADDED[start : start + 76] for start in range(0, len(PADDED), 76))
+URL_SAFE = base64.urlsafe_b64encode(PICTURE).decode()
 ACCEPTED = {
     "standard": f"data:image/png;base64,{PADDED}",
     "url-safe": f"data:image/png;base64,{URL_SAFE}",
