@@ -6,14 +6,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN_READY := $(VENV)/.run-ready
 DEV_READY := $(VENV)/.dev-ready
-DEMO_MODEL := build/tiny-random
 PICTURE := docs/images/demo.png
-QUESTION := What is in the picture?
+QUESTION := What colour is the diamond?
 
 .PHONY: demo test check unit fmt clean train-tiny
 
-demo: $(RUN_READY) $(DEMO_MODEL)/config.json
-	$(BIN)/deepspan generate --model $(DEMO_MODEL) --image $(PICTURE) --max-tokens 32 "$(QUESTION)"
+demo: $(RUN_READY)
+	$(BIN)/deepspan generate --image $(PICTURE) "$(QUESTION)"
 
 test: $(DEV_READY) check
 	$(BIN)/python -m pytest
@@ -43,9 +42,6 @@ train-tiny: $(DEV_READY)
 
 clean:
 	rm -rf $(VENV) build
-
-$(DEMO_MODEL)/config.json: $(RUN_READY)
-	$(BIN)/deepspan tiny $(DEMO_MODEL)
 
 $(RUN_READY): requirements.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "deepspan needs Python 3.11 or later")'
