@@ -274,7 +274,7 @@ def test_threads_compile_at_the_same_time(tokenizer):
         ("<｜Assistant｜><think>a<｜end▁of▁sentence｜><｜User｜>b<｜Assistant｜></think>", False),
         ("<｜Assistant｜><think>a<｜end▁of▁sentence｜><｜User｜>b<｜Assistant｜>", False),
         ("raw", False),
-        ("raw<think>", True),
+        ("raw<think>", False),  # a prompt without a turn: all of its output is text
     ],
 )
 def test_reasoning_is_read_from_the_end_of_the_prompt(tokenizer, prompt, expected):

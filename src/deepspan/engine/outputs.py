@@ -7,8 +7,6 @@ request has exactly one terminal event. One per running request. Called by `engi
 from collections.abc import Iterable
 from dataclasses import replace
 
-import numpy as np
-
 from deepspan.core.calls import CallDelta
 from deepspan.core.media import TokenKind
 from deepspan.core.output import FinishReason, PromptLogprobs, RequestOutput, TokenEvent, TokenLogprobs
@@ -16,7 +14,7 @@ from deepspan.core.request import Request
 from deepspan.text.detokenize import Detokenizer
 from deepspan.text.markup import BAR, THINK_CLOSE, THINK_OPEN
 from deepspan.text.parser import Delta, OutputParser
-from deepspan.text.special import SpecialIds
+from deepspan.text.special import SpecialIds, open_turn
 from deepspan.text.stop import StopStrings
 from deepspan.text.tokenizer import Tokenizer
 
@@ -93,7 +91,7 @@ class OutputCollector:
         )
 
     def _new_parser(self, request: Request, tokenizer: Tokenizer) -> OutputParser:
-        tail = _open_turn(request.token_ids, tokenizer.special)
+        tail = open_turn(request.token_ids, tokenizer.special)
         in_reasoning = len(tail) > 0 and tail[0] == tokenizer.special.think_open
         parser = OutputParser(request.form.tools, in_reasoning=in_reasoning)
         parser.prime(self._decoded(tail[1:]) + self._detokenizer.finish())
@@ -170,13 +168,3 @@ class OutputCollector:
 
 def _marks(special: SpecialIds) -> dict[int, str]:
     return {special.think_open: THINK_OPEN, special.think_close: THINK_CLOSE, special.dsml: BAR}
-
-
-def _open_turn(token_ids: np.ndarray, special: SpecialIds) -> list[int]:
-    """The end of the prompt from the think tag of the turn that the output continues; empty if it continues none."""
-    headers = np.flatnonzero(token_ids == special.assistant)
-    tail = token_ids[headers[-1] + 1 :].tolist() if len(headers) else []
-    is_open = bool(tail) and tail[0] in (special.think_open, special.think_close) and special.eos not in tail
-    if is_open and special.think_close in tail:
-        return tail[tail.index(special.think_close) :]
-    return tail if is_open else []

@@ -23,7 +23,7 @@ from deepspan.errors import InputError
 from deepspan.text.call_grammar import calls_lark, json_text
 from deepspan.text.deep_stack import with_deep_stack
 from deepspan.text.grammar_limits import check_lark_limits, check_schema_limits
-from deepspan.text.special import SpecialIds
+from deepspan.text.special import SpecialIds, open_turn
 from deepspan.text.tokenizer import Tokenizer
 
 MAX_CACHED = 64
@@ -152,10 +152,8 @@ class _Vocabulary:
 
 
 def in_reasoning(prompt: Sequence[int] | np.ndarray, special: SpecialIds) -> bool:
-    """Whether a prompt ends inside reasoning: the last think tag of its last assistant turn opens."""
-    ids = np.asarray(prompt)
-    tags = ids[np.isin(ids, (special.think_open, special.think_close, special.assistant))]
-    return len(tags) > 0 and int(tags[-1]) == special.think_open
+    """Whether what follows a prompt is reasoning."""
+    return open_turn(prompt, special)[:1] == [special.think_open]
 
 
 def _library_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:

@@ -8,9 +8,11 @@ string), no two names share an id, and the five span ids are consecutive in the 
 Called by `text.chat` (strings), `text.tokenizer` (ids), and whoever must know a token's kind.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+
+import numpy as np
 
 from deepspan.core.media import TokenKind
 from deepspan.errors import ConfigError
@@ -120,6 +122,19 @@ class SpecialIds:
         if self.sentinel_base is None or not self.is_sentinel(token_id):
             return TokenKind.TEXT
         return TokenKind(token_id - self.sentinel_base)
+
+
+def open_turn(token_ids: Sequence[int] | np.ndarray, special: SpecialIds) -> list[int]:
+    """The end of a prompt from the think tag under which its output begins; empty if the output continues no turn.
+
+    A closing tag counts before an opening one: behind it stands the answer.
+    """
+    ids = np.asarray(token_ids)
+    headers = np.flatnonzero(ids == special.assistant)
+    tail = ids[headers[-1] + 1 :].tolist() if len(headers) else []
+    if not tail or tail[0] not in (special.think_open, special.think_close) or special.eos in tail:
+        return []
+    return tail[tail.index(special.think_close) :] if special.think_close in tail else tail
 
 
 def _exact_id(vocab: Mapping[str, int], string: str) -> int:
