@@ -9,6 +9,7 @@ import logging
 import signal
 import socket
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import uvicorn
 
@@ -82,12 +83,7 @@ class Server:
 class _Uvicorn(uvicorn.Server):
     """uvicorn without its own signal handlers: they would end requests that may still be answered."""
 
-    def install_signal_handlers(self) -> None:
-        return
-
-    def capture_signals(self):  # type: ignore[no-untyped-def, override]
-        from contextlib import nullcontext
-
+    def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
         return nullcontext()
 
 
