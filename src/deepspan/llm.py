@@ -195,6 +195,10 @@ class LLM:
         """
         return self._inputs.from_prompt(prompt, params or SamplingParams(), fit=fit, cache_salt=cache_salt)
 
+    def encode_raw(self, text: str) -> list[int]:
+        """Ids of raw text, special strings as special tokens."""
+        return self._inputs.encode_raw(text)
+
     def segments_request(
         self,
         segments: Sequence[Segment],

@@ -70,6 +70,10 @@ def wait_for(condition, seconds=30):
         (body(logit_bias={"x": 1}), 400, "logit_bias", "no token id"),
         (body(max_completion_tokens=10**6), 400, "max_tokens", "more than max_model_len"),
         (body(stream_options={"include_usage": True}), 400, "stream_options", "needs stream true"),
+        (
+            body(stream=True, stream_options={"continuous_usage_stats": True}),
+            *(400, "stream_options.continuous_usage_stats", "comes with the last chunk"),
+        ),
         (body(functions=[{}]), 400, "functions", "functions is not supported: use tools"),
         (body(best_of=3), 400, "best_of", "best_of is not supported"),
         (body(store=True), 400, "store", "not stored"),

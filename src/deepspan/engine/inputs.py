@@ -22,7 +22,7 @@ from deepspan.image.layout import num_lead_pads, place
 from deepspan.image.prepare import prepare_image
 from deepspan.text.chat import encode_chat
 from deepspan.text.grammar import GrammarCompiler
-from deepspan.text.segments import ImageSlot, Segment
+from deepspan.text.segments import ImageSlot, Segment, Text
 from deepspan.text.switches import ChatOptions
 from deepspan.text.tokenizer import Tokenizer
 
@@ -44,6 +44,7 @@ class InputBuilder:
         self._max_model_len = max_model_len or config.max_position_embeddings
         self._image_mode, self._limits = image_mode, limits
         self._grammars = GrammarCompiler(tokenizer)
+        self._max_characters = self._max_model_len * tokenizer.longest_token
 
     def from_messages(
         self, messages: Sequence[Mapping[str, Any]], options: ChatOptions, params: SamplingParams
@@ -65,6 +66,7 @@ class InputBuilder:
 
         fit: max_tokens is cut to what the context has room for, instead of being refused.
         """
+        self._check_length(sum(len(segment.text) for segment in segments if isinstance(segment, Text)))
         ids = self._tokenizer.encode(segments)
         slots = [segment for segment in segments if isinstance(segment, ImageSlot)]
         if sources is not None:
@@ -79,7 +81,7 @@ class InputBuilder:
     ) -> Request:
         """Raw text (nothing is added, special strings count) or vocabulary ids, without images."""
         if isinstance(prompt, str):
-            ids: Sequence[int] = self._tokenizer.encode_raw(prompt)
+            ids: Sequence[int] = self.encode_raw(prompt)
         elif not isinstance(prompt, Sequence | np.ndarray) or isinstance(prompt, bytes | bytearray):
             raise InputError(f"a prompt must be text or a list of token ids, found {type(prompt).__name__}")
         else:
@@ -87,6 +89,18 @@ class InputBuilder:
             for token_id in prompt:
                 self._check_id(token_id)
         return self._request(ids, [], params, fit=fit, cache_salt=cache_salt)
+
+    def encode_raw(self, text: str) -> list[int]:
+        """Ids of raw text, however many, as long as they could fit. Raises InputError."""
+        self._check_length(len(text))
+        return self._tokenizer.encode_raw(text)
+
+    def _check_length(self, num_characters: int) -> None:
+        """Refuse what cannot fit before hours are spent on its tokens."""
+        if num_characters > self._max_characters:
+            raise ContextError(
+                f"a prompt of {num_characters} characters has more tokens than max_model_len {self._max_model_len}"
+            )
 
     def _prepare(self, slot: ImageSlot) -> PreparedImage:
         vision = self._config.vision

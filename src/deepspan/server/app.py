@@ -30,6 +30,7 @@ from deepspan.server.fields import (
     CompletionFields,
     DetokenizeFields,
     Fields,
+    SamplingFields,
     TokenizeFields,
     unknown_fields,
 )
@@ -173,10 +174,21 @@ async def _http_error(request: Request, error: Exception) -> Response:
     return response
 
 
+def _check_stream(fields: SamplingFields) -> None:
+    options = fields.stream_options
+    if options is not None and not fields.stream:
+        raise ApiError(status=400, message="stream_options needs stream true", param="stream_options")
+    if options is not None and options.continuous_usage_stats:
+        raise ApiError(
+            status=400,
+            message="continuous_usage_stats is not supported: usage comes with the last chunk",
+            param="stream_options.continuous_usage_stats",
+        )
+
+
 async def _chat(service: Service, fields: ChatFields) -> Any:
     model = service.check_model(fields.model)
-    if fields.stream_options is not None and not fields.stream:
-        raise ApiError(status=400, message="stream_options needs stream true", param="stream_options")
+    _check_stream(fields)
     if fields.echo:
         raise ApiError(status=400, message="echo is not supported here: use /v1/completions", param="echo")
     job = await service.chat_job(fields)
@@ -189,8 +201,7 @@ async def _chat(service: Service, fields: ChatFields) -> Any:
 
 async def _completions(service: Service, fields: CompletionFields) -> Any:
     model = service.check_model(fields.model)
-    if fields.stream_options is not None and not fields.stream:
-        raise ApiError(status=400, message="stream_options needs stream true", param="stream_options")
+    _check_stream(fields)
     job = await service.completion_job(fields)
     answer = CompletionAnswer(service, fields, job, model)
     if not fields.stream:

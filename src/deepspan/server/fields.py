@@ -42,6 +42,7 @@ REFUSED: Mapping[str, str] = {
     "mm_processor_kwargs": "images are prepared in one way only",
     "media_io_kwargs": "images are prepared in one way only",
     "truncate_prompt_tokens": "prompts are not cut",
+    "add_special_tokens": "this tokenizer adds none: write them into the prompt",
     "thinking_token_budget": "use reasoning_effort or max_completion_tokens",
     "chat_template": "the format of prompts is fixed",
     "documents": "put documents into messages",

@@ -56,7 +56,7 @@ async def tokenize(service: Service, fields: TokenizeFields) -> dict[str, Any]:
                 message="add_special_tokens is not supported: this tokenizer adds none, write them into the prompt",
                 param="add_special_tokens",
             )
-        ids = await service.llm.in_worker(llm.tokenizer.encode_raw, fields.prompt)
+        ids = await service.llm.in_worker(llm.encode_raw, fields.prompt)
     else:
         body = fields.model_dump(exclude={"prompt", "add_special_tokens", "return_token_strs"}, exclude_none=True)
         request = await _chat_request(service, ChatFields.model_validate(body))

@@ -46,6 +46,11 @@ class Tokenizer:
         self._full = ThreadCopies(full)
         self._plain = ThreadCopies(_backend(raw | {"added_tokens": []}))
 
+    @property
+    def longest_token(self) -> int:
+        """Bytes of the longest token: a text of n characters has at least n / longest_token tokens."""
+        return max(len(token) for token in self._bytes if token is not None)
+
     def encode(self, segments: Iterable[Segment]) -> list[int]:
         """Ids of a prompt. An image slot is one image id, in the order of the slots; expansion comes later.
 
