@@ -13,7 +13,7 @@ from deepspan.config.model import parse_model_config
 from deepspan.core.media import ImageSpan, PreparedImage, TokenKind
 from deepspan.core.sampling import SamplingParams
 from deepspan.engine.inputs import InputBuilder, expand_images
-from deepspan.errors import ImageError, InputError
+from deepspan.errors import ContextError, ImageError, InputError
 from deepspan.image.decode import ImageLimits
 from deepspan.image.layout import image_block
 from deepspan.text.switches import ChatOptions
@@ -300,3 +300,26 @@ def test_request_counts_expanded_images_against_the_limit(builder):
 def test_sampling_parameters_with_ids_outside_the_vocabulary_are_refused(builder, params):
     with pytest.raises(InputError, match=f"{next(iter(params))}: token id 1000000 is outside the vocabulary"):
         builder.from_prompt("a", SamplingParams(**params))
+
+
+def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(builder, tokenizer, monkeypatch):
+    longest = 200 * tokenizer.longest_token
+    monkeypatch.setattr(tokenizer, "encode", None)  # calling it would be a TypeError
+    monkeypatch.setattr(tokenizer, "encode_raw", None)
+    for make in (
+        lambda text: builder.from_messages([{"role": "user", "content": text}], CHAT, PARAMS),
+        lambda text: builder.from_prompt(text, PARAMS),
+    ):
+        with pytest.raises(ContextError, match="characters has more tokens than max_model_len 200"):
+            make("x" * (longest + 1))
+
+
+@pytest.mark.parametrize(("limit", "kept"), [(100, 100), (1000, 197)])
+def test_max_tokens_is_cut_to_the_room_where_that_is_asked_for(builder, limit, kept):
+    request = builder.from_prompt("abc", SamplingParams(max_tokens=limit, min_tokens=limit), fit=True)
+    assert (request.params.max_tokens, request.params.min_tokens) == (kept, kept)
+
+
+def test_prompt_that_leaves_no_room_is_refused_even_where_the_limit_is_cut(builder):
+    with pytest.raises(ContextError, match="200 prompt tokens"):
+        builder.from_prompt("x" * 200, SamplingParams(max_tokens=1), fit=True)
