@@ -259,6 +259,11 @@ def test_ends_wait_for_the_minimum_length(generated, can_end):
     assert (found[1] == found[4] == -math.inf) is not can_end
 
 
+def test_nothing_but_allowed_ids_is_left():
+    found = _adjusted(allowed_token_ids=[3, 1], logit_bias={1: 2.0})
+    assert found == [-math.inf, 4.0, -math.inf, 0.5, -math.inf]
+
+
 def test_token_logprobs_are_before_any_cut_and_ranked():
     found = token_logprobs(LOGITS, 2, 3)
     assert found.logprob == pytest.approx(math.log(0.15))
