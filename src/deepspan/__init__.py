@@ -17,7 +17,11 @@ _PUBLIC = {
     "SamplingParams": "deepspan.core.sampling",
     "RequestOutput": "deepspan.core.output",
     "TokenEvent": "deepspan.core.output",
+    "Grammar": "deepspan.core.grammar",
+    "ToolCall": "deepspan.core.calls",
     "ChatOptions": "deepspan.text.switches",
+    "Tool": "deepspan.text.tools",
+    "ToolChoice": "deepspan.text.tools",
     "DeepspanError": "deepspan.errors",
 }
 __all__ = [
@@ -26,9 +30,13 @@ __all__ = [
     "ChatOptions",
     "DeepspanError",
     "EngineConfig",
+    "Grammar",
     "RequestOutput",
     "SamplingParams",
     "TokenEvent",
+    "Tool",
+    "ToolCall",
+    "ToolChoice",
     "__version__",
 ]
 
