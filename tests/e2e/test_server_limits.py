@@ -309,3 +309,33 @@ def test_image_parts_of_every_spelling_are_one_picture(http):
         found = http.post(CHAT, json=sent).json()
         answers.append([entry["logprob"] for entry in found["choices"][0]["logprobs"]["content"]])
     assert all(answer == answers[0] for answer in answers)
+
+
+def test_client_that_leaves_before_the_first_event_frees_everything(server):
+    """Events that nobody asked for yet have no part that could clean up."""
+    import asyncio
+
+    from deepspan.server.app import create_app
+
+    content = json.dumps(body(stream=True, ignore_eos=True, max_completion_tokens=100_000)).encode()
+    scope = {
+        "type": "http", "method": "POST", "path": CHAT, "raw_path": CHAT.encode(), "query_string": b"",
+        "headers": [(b"content-type", b"application/json")], "asgi": {"version": "3.0"}, "scheme": "http",
+        "http_version": "1.1", "client": None, "server": None, "root_path": "",
+    }  # fmt: skip
+    messages = [{"type": "http.request", "body": content, "more_body": False}]
+
+    async def receive():
+        # The client is gone the moment its request is accepted.
+        if messages:
+            return messages.pop(0)
+        while server.stats.num_running + server.stats.num_waiting == 0:
+            await asyncio.sleep(0)
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        raise OSError("nobody is there")
+
+    asyncio.run(create_app(server.service)(scope, receive, send))
+    wait_for(lambda: server.stats.num_running + server.stats.num_waiting == 0)
+    server.check_idle()

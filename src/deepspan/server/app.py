@@ -34,7 +34,7 @@ from deepspan.server.fields import (
     TokenizeFields,
     unknown_fields,
 )
-from deepspan.server.jobs import Service
+from deepspan.server.jobs import Job, Service
 from deepspan.server.transport import DONE, EventStream, data_event, dump_json, read_json, until_gone
 from deepspan.version import __version__
 
@@ -196,7 +196,7 @@ async def _chat(service: Service, fields: ChatFields) -> Any:
     if not fields.stream:
         return _json(await answer.whole())
     await service.start(job)
-    return _stream(service, answer.chunks())
+    return _stream(service, job, answer.chunks())
 
 
 async def _completions(service: Service, fields: CompletionFields) -> Any:
@@ -207,7 +207,7 @@ async def _completions(service: Service, fields: CompletionFields) -> Any:
     if not fields.stream:
         return _json(await answer.whole())
     await service.start(job)
-    return _stream(service, answer.chunks())
+    return _stream(service, job, answer.chunks())
 
 
 async def _responses(service: Service, fields: responses.ResponsesFields) -> Any:
@@ -222,7 +222,7 @@ async def _responses(service: Service, fields: responses.ResponsesFields) -> Any
     def failed(error: BaseException) -> list[str]:
         return answer.failed(api_error(error))
 
-    return EventStream(answer.chunks(), failed, service.settings.keep_alive)
+    return EventStream(answer.chunks(), failed, job.close, service.settings.keep_alive)
 
 
 async def _messages(service: Service, fields: messages.MessagesFields) -> Any:
@@ -239,7 +239,7 @@ async def _messages(service: Service, fields: messages.MessagesFields) -> Any:
     def failed(error: BaseException) -> list[str]:
         return [messages.error_event(api_error(error))]
 
-    return EventStream(answer.chunks(), failed, service.settings.keep_alive)
+    return EventStream(answer.chunks(), failed, job.close, service.settings.keep_alive)
 
 
 async def _count_tokens(service: Service, fields: messages.MessagesFields) -> Response:
@@ -285,11 +285,11 @@ async def _metrics(service: Service, _: Request) -> Response:
     return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-def _stream(service: Service, events: AsyncGenerator[str]) -> EventStream:
+def _stream(service: Service, job: Job, events: AsyncGenerator[str]) -> EventStream:
     def failed(error: BaseException) -> list[str]:
         return [data_event(api_error(error).body()), DONE]
 
-    return EventStream(events, failed, service.settings.keep_alive)
+    return EventStream(events, failed, job.close, service.settings.keep_alive)
 
 
 class _Guard:

@@ -58,6 +58,11 @@ class Job:
     created: int = field(default_factory=lambda: int(time.time()))
     streams: list[Stream] = field(default_factory=list)
 
+    def close(self) -> None:
+        """Abort what has not ended."""
+        for stream in self.streams:
+            stream.close()
+
     @property
     def outputs(self) -> list[RequestOutput]:
         """Of all choices, once they have ended."""
@@ -140,8 +145,7 @@ class Service:
                     stream.choice = len(job.streams)
                     job.streams.append(stream)
         except BaseException:
-            for stream in job.streams:
-                stream.close()
+            job.close()
             raise
 
     async def events(self, job: Job) -> AsyncGenerator[TokenEvent]:
@@ -166,8 +170,7 @@ class Service:
                     yield event
         finally:
             self.num_active -= 1
-            for stream in job.streams:
-                stream.close()
+            job.close()
             watch.end([stream.output for stream in job.streams])
 
     async def finish(self, job: Job) -> list[RequestOutput]:

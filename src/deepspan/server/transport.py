@@ -103,15 +103,18 @@ class EventStream(Response):
         self,
         events: AsyncGenerator[str],
         on_error: Callable[[BaseException], list[str]],
+        on_close: Callable[[], None],
         keep_alive: float,
     ) -> None:
-        """events: whole events, ended by a blank line. keep_alive: seconds between comments."""
+        """events: whole events, ended by a blank line. keep_alive: seconds between comments.
+
+        on_close: called when the answer is over. Events that were never asked for cannot clean up after themselves.
+        """
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self._events, self._on_error, self._keep_alive = events, on_error, keep_alive
+        self._events, self._on_error, self._on_close, self._keep_alive = events, on_error, on_close, keep_alive
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         sending = asyncio.ensure_future(self._send_all(send))
         gone = asyncio.ensure_future(_gone(receive))
         try:
@@ -120,8 +123,10 @@ class EventStream(Response):
             for waiting in (sending, gone):
                 waiting.cancel()
             await asyncio.gather(sending, gone, return_exceptions=True)
+            self._on_close()
 
     async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async with aclosing(self._texts()) as texts:
             async for text in texts:
                 await send({"type": "http.response.body", "body": text.encode("utf-8"), "more_body": True})
