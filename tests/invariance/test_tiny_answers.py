@@ -15,7 +15,7 @@ SCHEDULES = {
     "in chunks of 17": {"chunk_tokens": 17},
     "in chunks of 128": {"chunk_tokens": 128},
     "four at a time": {"max_num_seqs": 4},
-    "in small blocks": {"block_tokens": 256},
+    "in large blocks": {"block_tokens": 256},
     "without prefixes": {"prefix_caching": False},
 }
 
@@ -32,7 +32,7 @@ def conversations():
 
 def engine(**options):
     values = {"max_model_len": 2048, "max_num_seqs": 16, "max_batched_tokens": 1024}
-    return LLM(bundled_model(), device="cpu", engine=EngineConfig(**values | options), cache_bytes=96 << 20)
+    return LLM(bundled_model(), device="cpu", engine=EngineConfig(**values | options), cache_bytes=256 << 20)
 
 
 def told(outputs):
