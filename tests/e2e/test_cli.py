@@ -244,7 +244,6 @@ def test_generate_raw_with_chat_parts_is_refused(run, model_folder, arguments):
     ("arguments", "part"),
     [
         (("generate", "--modle", "x", "hi"), "--modle"),
-        (("generate", "hi"), "--model"),
         (("generate", "--model", "x"), "question"),
         (("generate", "--model", "x", "hi", "--top-k", "many"), "--top-k"),
         (("tiny", "x", "--layers", "0"), "--layers"),
