@@ -44,7 +44,7 @@ OPEN_PATHS = frozenset(("/health", "/ping", "/version"))
 CLIENT_GONE = 499
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 F = TypeVar("F", bound=Fields)
-Endpoint = Callable[[Request], Awaitable[Response]]
+Answer = ChatAnswer | CompletionAnswer | responses.ResponsesAnswer | messages.MessagesAnswer
 
 
 def create_app(service: Service) -> ASGIApp:
@@ -193,10 +193,7 @@ async def _chat(service: Service, fields: ChatFields) -> Any:
         raise ApiError(status=400, message="echo is not supported here: use /v1/completions", param="echo")
     job = await service.chat_job(fields)
     answer = ChatAnswer(service, fields, job, model)
-    if not fields.stream:
-        return _json(await answer.whole())
-    await service.start(job)
-    return _stream(service, job, answer.chunks())
+    return await _told(service, job, answer, _chat_failed, stream=fields.stream)
 
 
 async def _completions(service: Service, fields: CompletionFields) -> Any:
@@ -204,10 +201,7 @@ async def _completions(service: Service, fields: CompletionFields) -> Any:
     _check_stream(fields)
     job = await service.completion_job(fields)
     answer = CompletionAnswer(service, fields, job, model)
-    if not fields.stream:
-        return _json(await answer.whole())
-    await service.start(job)
-    return _stream(service, job, answer.chunks())
+    return await _told(service, job, answer, _chat_failed, stream=fields.stream)
 
 
 async def _responses(service: Service, fields: responses.ResponsesFields) -> Any:
@@ -215,14 +209,7 @@ async def _responses(service: Service, fields: responses.ResponsesFields) -> Any
     chat = responses.chat_fields(fields)
     job = await service.chat_job(chat)
     answer = responses.ResponsesAnswer(service, fields, chat, job, model)
-    if not fields.stream:
-        return _json(await answer.whole())
-    await service.start(job)
-
-    def failed(error: BaseException) -> list[str]:
-        return answer.failed(api_error(error))
-
-    return EventStream(answer.chunks(), failed, job.close, service.settings.keep_alive)
+    return await _told(service, job, answer, answer.failed, stream=fields.stream)
 
 
 async def _messages(service: Service, fields: messages.MessagesFields) -> Any:
@@ -232,14 +219,7 @@ async def _messages(service: Service, fields: messages.MessagesFields) -> Any:
     chat = messages.chat_fields(fields)
     job = await service.chat_job(chat)
     answer = messages.MessagesAnswer(service, fields, chat, job, model)
-    if not fields.stream:
-        return _json(await answer.whole())
-    await service.start(job)
-
-    def failed(error: BaseException) -> list[str]:
-        return [messages.error_event(api_error(error))]
-
-    return EventStream(answer.chunks(), failed, job.close, service.settings.keep_alive)
+    return await _told(service, job, answer, messages.failed, stream=fields.stream)
 
 
 async def _count_tokens(service: Service, fields: messages.MessagesFields) -> Response:
@@ -285,11 +265,22 @@ async def _metrics(service: Service, _: Request) -> Response:
     return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-def _stream(service: Service, job: Job, events: AsyncGenerator[str]) -> EventStream:
-    def failed(error: BaseException) -> list[str]:
-        return [data_event(api_error(error).body()), DONE]
+async def _told(
+    service: Service, job: Job, answer: Answer, failed: Callable[[ApiError], list[str]], *, stream: bool | None
+) -> Response:
+    """The answer to a job, whole or streamed. failed: last events of a stream that breaks."""
+    if not stream:
+        return _json(await answer.whole())
+    await service.start(job)
 
-    return EventStream(events, failed, job.close, service.settings.keep_alive)
+    def on_error(error: BaseException) -> list[str]:
+        return failed(api_error(error))
+
+    return EventStream(answer.chunks(), on_error, job.close, service.settings.keep_alive)
+
+
+def _chat_failed(error: ApiError) -> list[str]:
+    return [data_event(error.body()), DONE]
 
 
 class _Guard:

@@ -11,7 +11,7 @@ from typing import Literal
 
 from deepspan.core.output import RequestOutput, TokenEvent
 from deepspan.server.answers import CallIds
-from deepspan.server.jobs import Job, Service, failure
+from deepspan.server.jobs import Job, Service, served
 
 Kind = Literal["reasoning", "text", "call"]
 
@@ -82,9 +82,7 @@ def blocks_of(output: RequestOutput, *, one_call: bool) -> list[Block]:
 def output_of(job: Job) -> RequestOutput:
     """Output of a job with one choice that has ended. Raises ApiError if it failed."""
     (output,) = job.outputs
-    if output.finish_reason in ("error", "abort"):
-        raise failure(output)
-    return output
+    return served(output)
 
 
 def _pieces(event: TokenEvent, ids: CallIds, *, one_call: bool) -> list[tuple[Block, str]]:

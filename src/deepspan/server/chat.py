@@ -18,7 +18,7 @@ from deepspan.server.answers import (
     usage,
 )
 from deepspan.server.fields import ChatFields
-from deepspan.server.jobs import Job, Service, failure
+from deepspan.server.jobs import Job, Service, served
 from deepspan.server.transport import DONE, data_event
 
 
@@ -76,10 +76,7 @@ class ChatAnswer:
                     yield self._chunk(choice, delta, **extra)
                     waiting[choice], tokens[choice], extra = [], [], {}
                 if event.finish_reason is not None:
-                    output = self._job.streams[choice].output
-                    assert output is not None, "the last event comes with the output"
-                    if output.finish_reason in ("error", "abort"):
-                        raise failure(output)
+                    output = served(self._job.streams[choice].output)
                     reason = finish_reason(output, is_named=self._is_named)
                     yield self._chunk(choice, {}, finish_reason=reason, stop_reason=output.stop, **extra)
         if with_usage:

@@ -10,7 +10,7 @@ from typing import Any
 from deepspan.core.output import RequestOutput, TokenLogprobs
 from deepspan.server.answers import finite, prompt_logprobs, text_of, usage
 from deepspan.server.fields import CompletionFields
-from deepspan.server.jobs import Job, Service, failure
+from deepspan.server.jobs import Job, Service, served
 from deepspan.server.transport import DONE, data_event
 
 
@@ -52,10 +52,7 @@ class CompletionAnswer:
                 if held and not self._only_echoes:
                     fields["logprobs"] = self._logprobs(held, offsets.get(index, 0))
                 if event.finish_reason is not None:
-                    output = self._job.streams[index].output
-                    assert output is not None, "the last event comes with the output"
-                    if output.finish_reason in ("error", "abort"):
-                        raise failure(output)
+                    output = served(self._job.streams[index].output)
                     fields |= {"finish_reason": self._reason(output), "stop_reason": output.stop}
                 offsets[index] = offsets.get(index, 0) + len(text)
                 waiting[index] = []

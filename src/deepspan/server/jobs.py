@@ -179,10 +179,7 @@ class Service:
         async with aclosing(self.events(job)) as events:
             async for _ in events:
                 pass
-        for output in job.outputs:
-            if output.finish_reason in ("error", "abort"):
-                raise failure(output)
-        return job.outputs
+        return [served(output) for output in job.outputs]
 
     async def _sources(self, segments: Sequence[Segment]) -> list[bytes]:
         slots = [segment for segment in segments if isinstance(segment, ImageSlot)]
@@ -205,11 +202,14 @@ class Service:
         return longest if asked is None else asked
 
 
-def failure(output: RequestOutput) -> ApiError:
-    """What is answered where the engine ended a request."""
+def served(output: RequestOutput | None) -> RequestOutput:
+    """The output of a choice that has ended. Raises ApiError where the engine ended it."""
+    assert output is not None, "the last event comes with the output"
     if output.finish_reason == "abort":
-        return ApiError(status=503, message="the request was aborted")
-    return ApiError(status=500, message=f"the engine failed to serve this request: {(output.error or '')[:200]}")
+        raise ApiError(status=503, message="the request was aborted")
+    if output.finish_reason == "error":
+        raise ApiError(status=500, message=f"the engine failed to serve this request: {(output.error or '')[:200]}")
+    return output
 
 
 def _is_list(prompt: Any) -> bool:

@@ -115,8 +115,9 @@ def error_body(error: ApiError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": error.body()["error"]["message"]}}
 
 
-def error_event(error: ApiError) -> str:
-    return data_event(error_body(error), "error")
+def failed(error: ApiError) -> list[str]:
+    """The last event of a stream that broke."""
+    return [data_event(error_body(error), "error")]
 
 
 def _event(name: str, **fields: Any) -> str:

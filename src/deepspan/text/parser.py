@@ -14,7 +14,7 @@ from typing import Any
 
 from deepspan.core.calls import CallDelta, ToolCall
 from deepspan.text.arguments import Arguments
-from deepspan.text.markup import BAR, THINK_CLOSE, THINK_OPEN, Beginning, Tag, find_tag, spelt
+from deepspan.text.markup import THINK_CLOSE, THINK_OPEN, Beginning, Tag, find_tag, spelt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,11 +49,6 @@ class OutputParser:
     def in_reasoning(self) -> bool:
         """Whether what comes next belongs to the reasoning, as far as is known."""
         return self._state == self._reason
-
-    @property
-    def in_calls(self) -> bool:
-        """Whether the output is inside markup of calls, where stop strings do not count."""
-        return self._state not in (self._reason, self._answer)
 
     @property
     def calls(self) -> tuple[ToolCall, ...]:
@@ -279,6 +274,3 @@ def _joined(deltas: list[CallDelta]) -> tuple[CallDelta, ...]:
         else:
             joined.append(delta)
     return tuple(joined)
-
-
-__all__ = ["BAR", "Delta", "OutputParser"]
