@@ -4,11 +4,10 @@ import re
 
 import numpy as np
 import pytest
-from grammar_helpers import conforms, feed, ids_of_bytes, learnt_tokenizer, next_texts, read_calls, spelt, walk
+from grammar_helpers import conforms, feed, ids_of_bytes, next_texts, read_calls, spelt, walk
 
 from deepspan.core.grammar import Grammar
 from deepspan.errors import InputError
-from deepspan.text.grammar import GrammarCompiler
 
 TOOLS = [
     {
@@ -39,16 +38,6 @@ TOOLS = [
     {"name": "optional", "parameters": {"properties": {"x": {"type": "integer"}, "é y": {"const": True}}}},
 ]
 PARAMETERS = {tool["name"]: tool.get("parameters", {}) for tool in TOOLS}
-
-
-@pytest.fixture(scope="module", params=["bytes", "merged"])
-def vocabulary(request, tokenizer, tmp_path_factory):
-    return tokenizer if request.param == "bytes" else learnt_tokenizer(tmp_path_factory.mktemp("merged"))
-
-
-@pytest.fixture(scope="module")
-def compiler(vocabulary):
-    return GrammarCompiler(vocabulary)
 
 
 @pytest.mark.parametrize("seed", range(25))

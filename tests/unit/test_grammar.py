@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from grammar_helpers import conforms, feed, ids_of_bytes, learnt_tokenizer, next_texts, spelt, walk
+from grammar_helpers import conforms, feed, ids_of_bytes, next_texts, spelt, walk
 
 from deepspan.core.grammar import MAX_DEPTH, MAX_SOURCE_BYTES, Grammar
 from deepspan.core.sampling import SamplingParams
@@ -39,16 +39,6 @@ SCHEMAS = {
     "map": {"type": "object", "additionalProperties": {"type": "boolean"}},
     "constant": {"const": {"a": [1, "x"]}},
 }
-
-
-@pytest.fixture(scope="module", params=["bytes", "merged"])
-def vocabulary(request, tokenizer, tmp_path_factory):
-    return tokenizer if request.param == "bytes" else learnt_tokenizer(tmp_path_factory.mktemp("merged"))
-
-
-@pytest.fixture(scope="module")
-def compiler(vocabulary):
-    return GrammarCompiler(vocabulary)
 
 
 # --- JSON
