@@ -33,7 +33,8 @@ class Example:
     """One conversation, encoded. targets: int64 [T], the next token where it counts for the loss, -1 elsewhere.
 
     turns: int64 [T], number of the answer a target belongs to. skills: of each answer.
-    labels: per image int64 [6, cells]: shape, colour, three characters and centre of each cell in raster order.
+    labels: per image int64 [9, cells]: shape, colour, three characters, centre and three numbers of shapes alike (see
+    `CellLabels`), of each cell in raster order.
     """
 
     token_ids: np.ndarray
@@ -93,7 +94,7 @@ def _labels(scene: Scene, vision: VisionConfig) -> np.ndarray:
         content_height=plan.content_height,
         cell=vision.patch_size * vision.downsample_ratio,
     )
-    planes = (labels.shape, labels.colour, *labels.character, labels.centre)
+    planes = (labels.shape, labels.colour, *labels.character, labels.centre, *labels.alike)
     return np.stack([plane.ravel() for plane in planes])
 
 

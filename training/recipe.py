@@ -17,7 +17,7 @@ from deepspan.weights.tiny import tiny_config
 RATIOS = (0, 0, 4, 128, 4)
 NUM_EXPERTS = 8
 TEXT_EXPERTS = range(4, 8)  # where text rows start; image rows start in the others, told apart by bias and bias_vl
-START_BIAS = 0.5
+START_BIAS = 2.0  # above every difference of scores: the bias decides, not the scores
 LOCALITY = 2.0
 
 SIZES: dict[str, Any] = {

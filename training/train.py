@@ -26,7 +26,7 @@ from deepspan.model.attention import Indexer
 from deepspan.model.network import DeepseekV4
 from deepspan.runtime.batch_builder import SequenceInput, build_batch
 from deepspan.runtime.runner import emission_order
-from deepspan.skills.labels import CENTRE_CLASSES, CHARACTER_CLASSES, COLOUR_CLASSES, SHAPE_CLASSES
+from deepspan.skills.labels import CENTRE_CLASSES, CHARACTER_CLASSES, COLOUR_CLASSES, MOST_ALIKE, SHAPE_CLASSES
 from deepspan.skills.suite import TRAIN_SEED
 from training.curriculum import CURRICULUM, Stage, chosen_stages, stage_at
 from training.data import Batches, Example
@@ -36,7 +36,7 @@ from training.ranks import Ranks, launch
 from training.recipe import TEXT_EXPERTS, new_network, raw_config
 from training.tokenizer import write_tokenizer
 
-PROBES = ("probe", "places")  # heads that training alone has
+PROBES = ("probe", "places", "counts")  # heads that training alone has
 PLACES = 6  # parts of a picture's width and height
 AVERAGE_EVERY = 20  # steps
 NUMBERS = 3  # pictures of a question
@@ -56,6 +56,7 @@ class Schedule:
     index_weight: float = 0.3
     cell_weight: float = 0.3
     place_weight: float = 0.3
+    router_weight: float = 0.1
     balance_rate: float = 1e-3
     average_steps: int = 400
     seed: int = 1
@@ -91,11 +92,14 @@ class Trainer:
         # tower knows distances only, so the network has to work places out from the tokens around the rows. And which
         # of the pictures it belongs to, asked behind compressed layers, as pictures are longer than the window.
         self.places = nn.Linear(self.config.hidden_size, 2 * PLACES + NUMBERS)
+        # How many shapes are like the one whose centre a row sees: counting is looking around, which pictures can do
+        # and questions cannot, so that all numbers should be there before a question asks for one.
+        self.counts = nn.Linear(self.config.hidden_size, 3 * (1 + MOST_ALIKE))
         named = dict(self.network.named_parameters())
         self.muon = Muon([p for n, p in named.items() if uses_muon(n, p)], schedule.muon_rate, 0.95, 0.01)
         adam = [p for n, p in named.items() if not uses_muon(n, p) and "gate.bias" not in n]
         self.adam = torch.optim.AdamW(
-            [*adam, *self.probe.parameters(), *self.places.parameters()],
+            [*adam, *self.probe_parameters()],
             schedule.adam_rate,
             (0.9, 0.95),
             weight_decay=0,
@@ -114,12 +118,14 @@ class Trainer:
         """Steps of all stages."""
         return sum(stage.steps for stage in self.stages)
 
+    def probe_parameters(self) -> list[nn.Parameter]:
+        return [p for name in PROBES for p in getattr(self, name).parameters()]
+
     def state(self) -> dict[str, Any]:
         return {
             "network": self.network.state_dict(),
             "average": self.average,
-            "probe": self.probe.state_dict(),
-            "places": self.places.state_dict(),
+            **{name: getattr(self, name).state_dict() for name in PROBES},
             "muon": self.muon.state_dict(),
             "adam": self.adam.state_dict(),
             "step": self.step,
@@ -137,8 +143,8 @@ class Trainer:
             state = torch.load(file)
             self.network.load_state_dict(state["network"])
             self.average = state.get("average", {})
-            self.probe.load_state_dict(state["probe"])
-            self.places.load_state_dict(state["places"])
+            for name in PROBES:
+                getattr(self, name).load_state_dict(state[name])
             self.muon.load_state_dict(state["muon"])
             self.adam.load_state_dict(state["adam"])
             self.step, self.next_sample = state["step"], state["next_sample"]
@@ -150,7 +156,8 @@ class Trainer:
         }
         for name in PROBES:
             mine = [key for key in tensors if key.startswith(f"{name}.")]
-            getattr(self, name).load_state_dict({key.removeprefix(f"{name}."): tensors.pop(key) for key in mine})
+            if mine:  # weights of before this head was added leave it as it starts
+                getattr(self, name).load_state_dict({key.removeprefix(f"{name}."): tensors.pop(key) for key in mine})
         self.network.load_state_dict(tensors)
 
     def train_step(self, batch: list[Example]) -> None:
@@ -161,7 +168,7 @@ class Trainer:
         self.muon.zero_grad()
         self.adam.zero_grad()
         loss.backward()
-        self.ranks.average_gradients([*self.network.parameters(), *self.probe.parameters(), *self.places.parameters()])
+        self.ranks.average_gradients([*self.network.parameters(), *self.probe_parameters()])
         grown = nn.utils.clip_grad_norm_([p for p in self.network.parameters() if p.grad is not None], 1.0)
         self.meters["grad_norm"].append(float(grown))
         rate = self.schedule.rate(self.step, self.total)
@@ -202,7 +209,7 @@ class Trainer:
         built = build_batch(sequences, self.config, "cpu", query_block=longest)
         output = self.network(built, stream_taps=(PLACE_LAYER, NUMBER_LAYER))
         early, late = (output.streams[layer][built.image_rows].mean(1) for layer in (PLACE_LAYER, NUMBER_LAYER))
-        place_loss = self._place(batch, early, late)
+        place_loss = self._place(batch, early, late) + self._count(batch, late)
         logits = output.logits
         targets = torch.cat([torch.from_numpy(e.targets[e.targets >= 0]) for e in batch])
         losses = F.cross_entropy(logits.float(), targets, reduction="none")
@@ -213,7 +220,10 @@ class Trainer:
         self.meters["answer_loss"].append(float(answer_loss.detach()))
         self.meters["index_loss"].append(float(index_loss.detach()))
         schedule = self.schedule
+        router_loss = torch.stack(self.recorder.router_losses).mean()
+        self.meters["router_loss"].append(float(router_loss.detach()))
         beside = schedule.cell_weight * cell_loss + schedule.place_weight * place_loss
+        beside = beside + schedule.router_weight * router_loss
         return answer_loss + schedule.index_weight * index_loss + beside
 
     def _place(self, batch: list[Example], early_FD: Tensor, late_FD: Tensor) -> Tensor:
@@ -239,6 +249,24 @@ class Trainer:
             self.meters[f"place_{name}"].append(float((logits.argmax(1) == right).float().mean()))
         return loss
 
+    def _count(self, batch: list[Example], rows_FD: Tensor) -> Tensor:
+        """Loss of telling how many shapes are like the one whose centre an IMAGE row sees."""
+        wanted = [
+            torch.from_numpy(label[len(CLASSES) :, image.block.encoder_rows.astype(np.int64)])
+            for e in batch
+            for image, label in zip(e.images, e.labels, strict=True)
+        ]
+        numbers = torch.cat([torch.zeros(3, 0, dtype=torch.int64), *wanted], dim=1)
+        centres = numbers[0] > 0
+        if not centres.any():
+            return torch.zeros(())
+        loss = torch.zeros(())
+        parts = self.counts(rows_FD[centres]).chunk(3, 1)
+        for name, logits, right in zip(("kind", "colour", "all"), parts, numbers[:, centres], strict=True):
+            loss = loss + F.cross_entropy(logits, right)
+            self.meters[f"alike_{name}"].append(float((logits.argmax(1) == right).float().mean()))
+        return loss
+
     def _see(self, batch: list[Example]) -> tuple[list[Tensor], Tensor]:
         """Encoder rows of every image, and the loss of the probe on them."""
         images = [image for e in batch for image in e.images]
@@ -249,7 +277,7 @@ class Trainer:
         labels = torch.cat([torch.from_numpy(label) for e in batch for label in e.labels], dim=1)
         loss = torch.zeros(())
         names = ("shape", "colour", "left", "character", "right", "centre")
-        for name, logits, wanted in zip(names, self.probe(rows).split(CLASSES, 1), labels, strict=True):
+        for name, logits, wanted in zip(names, self.probe(rows).split(CLASSES, 1), labels[: len(CLASSES)], strict=True):
             weights = torch.where(wanted > 0, 1.0, 0.1)  # most cells are empty
             losses = F.cross_entropy(logits.float(), wanted, reduction="none") * weights
             loss = loss + losses.sum() / weights.sum()
@@ -331,7 +359,8 @@ def save_start(states: Mapping[str, Mapping[str, Any]], file: Path) -> None:
     """
     of_images = ("vision.", "aligner.")
     tensors = {f"probe.{name}": value for name, value in states["vision"]["probe"].items()}
-    tensors |= {f"places.{name}": value for name, value in states["text"]["places"].items()}
+    for head in PROBES[1:]:
+        tensors |= {f"{head}.{name}": value for name, value in states["text"][head].items()}
     for side, state in states.items():
         named = state["network"].items()
         tensors |= {name: value for name, value in named if name.startswith(of_images) == (side == "vision")}

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from deepspan.skills.fonts import CHARACTERS
-from deepspan.skills.pictures import COLOURS, SHAPES, Box, Scene, Text
+from deepspan.skills.pictures import COLOURS, SHAPES, Box, Scene, Shape, Text
 
 SHAPE_CLASSES = ("none", *SHAPES, "text")
 COLOUR_CLASSES = ("none", *COLOURS)
 CHARACTER_CLASSES = ("none", *CHARACTERS)
 CENTRE_CLASSES = ("none", "centre")
+MOST_ALIKE = 7  # numbers of shapes are told up to here; more are as many
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,14 +23,17 @@ class CellLabels:
     """Class numbers, int64: indices of the tuples above, 0 where there is no object.
 
     shape, colour: [rows, columns]. centre: [rows, columns], where the centre of a shape lies: a shape covers several
-    cells, and has one of these, so that what is counted are shapes. character: [3, rows, columns], at a sixth, a half
-    and five sixths of a cell's width, because a cell can show parts of three narrow characters.
+    cells, and has one of these, so that what is counted are shapes. alike: [3, rows, columns], at a shape's centre how
+    many shapes are of its kind, of its colour, and there at all (itself included, at most `MOST_ALIKE`); 0 elsewhere.
+    character: [3, rows, columns], at a sixth, a half and five sixths of a cell's width, because a cell can show parts
+    of three narrow characters.
     """
 
     shape: np.ndarray
     colour: np.ndarray
     character: np.ndarray
     centre: np.ndarray
+    alike: np.ndarray
 
 
 def cell_labels(
@@ -55,6 +59,7 @@ def cell_labels(
     shape, colour = (np.zeros((rows, columns), dtype=np.int64) for _ in range(2))
     character = np.zeros((3, rows, columns), dtype=np.int64)
     centre = np.zeros((rows, columns), dtype=np.int64)
+    alike = np.zeros((3, rows, columns), dtype=np.int64)
     third = cell / 3 * (scene.width / content_width)
     for thing in scene.objects:
         under = _covered(thing.box, x, y)
@@ -67,10 +72,21 @@ def cell_labels(
                     character[column, _covered(box, x + shift, y)] = CHARACTER_CLASSES.index(letter)
         else:
             left, top, right, bottom = thing.box
-            column = (content_left + (left + right) / 2 * content_width / scene.width) // cell
-            row = (content_top + (top + bottom) / 2 * content_height / scene.height) // cell
-            centre[int(row), int(column)] = 1
-    return CellLabels(shape=shape, colour=colour, character=character, centre=centre)
+            column = int((content_left + (left + right) / 2 * content_width / scene.width) // cell)
+            row = int((content_top + (top + bottom) / 2 * content_height / scene.height) // cell)
+            centre[row, column] = 1
+            alike[:, row, column] = _alike(thing, scene)
+    return CellLabels(shape=shape, colour=colour, character=character, centre=centre, alike=alike)
+
+
+def _alike(shape: Shape, scene: Scene) -> tuple[int, ...]:
+    """How many shapes share its kind, share its colour, and are there at all."""
+    counts = (
+        sum(other.kind == shape.kind for other in scene.shapes),
+        sum(other.colour == shape.colour for other in scene.shapes),
+        len(scene.shapes),
+    )
+    return tuple(min(count, MOST_ALIKE) for count in counts)
 
 
 def _covered(box: Box, x: np.ndarray, y: np.ndarray) -> np.ndarray:
