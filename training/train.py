@@ -56,7 +56,6 @@ class Schedule:
     index_weight: float = 0.3
     cell_weight: float = 0.3
     place_weight: float = 0.3
-    router_weight: float = 0.1
     balance_rate: float = 1e-3
     average_steps: int = 400
     seed: int = 1
@@ -159,6 +158,7 @@ class Trainer:
             if mine:  # weights of before this head was added leave it as it starts
                 getattr(self, name).load_state_dict({key.removeprefix(f"{name}."): tensors.pop(key) for key in mine})
         self.network.load_state_dict(tensors)
+        _level(self.network)
 
     def train_step(self, batch: list[Example]) -> None:
         """One update."""
@@ -176,6 +176,7 @@ class Trainer:
             for group in optimiser.param_groups:
                 group["lr"] = peak * rate
             optimiser.step()
+        _level(self.network)
         _balance(self.network, self.ranks.add_up(self.recorder.loads), self.schedule.balance_rate * rate)
         self.step += 1
         if self.step % AVERAGE_EVERY == 0:
@@ -220,10 +221,7 @@ class Trainer:
         self.meters["answer_loss"].append(float(answer_loss.detach()))
         self.meters["index_loss"].append(float(index_loss.detach()))
         schedule = self.schedule
-        router_loss = torch.stack(self.recorder.router_losses).mean()
-        self.meters["router_loss"].append(float(router_loss.detach()))
         beside = schedule.cell_weight * cell_loss + schedule.place_weight * place_loss
-        beside = beside + schedule.router_weight * router_loss
         return answer_loss + schedule.index_weight * index_loss + beside
 
     def _place(self, batch: list[Example], early_FD: Tensor, late_FD: Tensor) -> Tensor:
@@ -321,6 +319,21 @@ def _balance(network: DeepseekV4, all_loads: list[Tensor], rate: float) -> None:
             own = torch.tensor([(expert in TEXT_EXPERTS) == is_text for expert in range(len(bias))])
             share = rows[own].float()
             bias[own] += rate * torch.sign(share.mean() - share)
+
+
+@torch.no_grad()
+def _level(network: DeepseekV4) -> None:
+    """Take from the routers what tells the two halves of the experts apart: that is left to the selection biases.
+
+    Their mean rows become equal, so that no input scores one half higher as a whole. Which expert of its half a row
+    prefers does not change by it.
+    """
+    for layer in network.layers:
+        weight = layer.ffn.gate.weight
+        half = torch.tensor([expert in TEXT_EXPERTS for expert in range(len(weight))])
+        gap = weight[half].mean(0) - weight[~half].mean(0)
+        weight[half] -= gap / 2
+        weight[~half] += gap / 2
 
 
 def main() -> None:
