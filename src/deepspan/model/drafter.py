@@ -2,8 +2,8 @@
 
 A block of slots starts at the newest token (the anchor, at position P) and goes on with noise tokens; slot k guesses
 the token at P + k + 1. Its slots see each other in both directions and the last `sliding_window` positions before P,
-whose keys are made from what the backbone computed there (`context`), not from the stages' own rows. A low-rank Markov head
-then ties each guess to the one before it.
+whose keys are made from what the backbone computed there (`context`), not from the stages' own rows. A low-rank Markov
+head then ties each guess to the one before it.
 
 Invariants: draft rows are text to the router (`bias_vl` is loaded and never acts); stages use their own key projection
 on the same context; embedding, head and rotary tables are the backbone's.
