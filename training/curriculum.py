@@ -37,13 +37,14 @@ CURRICULUM = (
         skills={"listing": 3, "colour": 3, "shape": 3, "repeat": 0.7, "lookup": 1, "shuffled": 1},
         tower=False,
     ),
-    # To say where it is, how many there are, and what is written; texts are short, so many of them cost little.
+    # To say where it is, how many there are, which of several pictures shows it, and what is written; texts are short,
+    # so many of them cost little.
     Stage(
         name="place",
         steps=3000,
         skills={
             "position": 4, "listing": 2, "counting": 2, "strings": 3, "scene": 1, "shape": 0.5, "colour": 0.5,
-            "which": 1, "shuffled": 2, "lookup": 4, "repeat": 0.5, "adding": 3, "recall": 0.7,
+            "which": 3, "album": 4, "tally": 3, "shuffled": 2, "lookup": 4, "repeat": 0.5, "adding": 3, "recall": 0.7,
         },
         tower=False,
     ),

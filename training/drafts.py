@@ -35,10 +35,9 @@ from training.heads import Meters
 from training.ops import Recorder, training_ops
 from training.optim import Muon, uses_muon
 from training.ranks import Ranks, launch
-from training.recipe import new_drafter, with_draft_fields
+from training.recipe import NOISE, new_drafter, with_draft_fields
 from training.train import network_batch
 
-NOISE = "<｜fim▁hole｜>"
 DEPTHS = (5, 5, 5, 5, 3, 4, 6, 7, 8, 2, 1)  # widths of blocks, drawn from
 SLOT_DECAY = 4.0
 SKILLS = {**WEIGHTS, "listing": 1, "repeat": 2, "strings": 1}

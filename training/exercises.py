@@ -4,6 +4,7 @@ A scene of the skills shows a few objects in a hundred cells and holds one strin
 strings are up to six.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from types import MappingProxyType
 
@@ -14,7 +15,7 @@ from deepspan.skills.fonts import CHARACTERS, FONTS, print_text
 from deepspan.skills.pictures import SHAPES, Scene, Shape, Text, allowed_colours
 from deepspan.skills.placing import background, between, chance, ink, part_of, pick, pick_some, shape
 from deepspan.skills.records import Sample, Skill, Turn
-from deepspan.skills.tasks import compose, reading
+from deepspan.skills.tasks import apart, compose, counting, names_of, reading
 from deepspan.skills.text_tasks import WORDS, value
 
 LOW, HIGH = 36, 110  # heights of lines, in pixels of the page, which is about as large as what the model sees
@@ -73,6 +74,29 @@ def listing(rng: np.random.Generator) -> Sample:
     return Sample(images=(scene,), turns=tuple(turns[int(i)] for i in rng.permutation(len(turns))))
 
 
+def album(rng: np.random.Generator) -> Sample:
+    """Which of two or three pictures shows what, all of them in random order: `listing` for `which`."""
+    while True:
+        scenes = apart(rng, pick(rng, (2, 3)))
+        names = [names_of(scenes, index) for index in range(len(scenes))]
+        if all(names):
+            break
+    parts = [f"{pick(rng, own)}: {ordinal}" for own, ordinal in zip(names, questions.ORDINALS, strict=False)]
+    answer = ", ".join(pick_some(rng, parts, len(parts)))
+    return Sample(images=scenes, turns=(Turn(question="List the images.", answer=answer, skill="album"),))
+
+
+def tally(rng: np.random.Generator) -> Sample:
+    """How many there are of each kind, or of each colour, in random order: `listing` for `counting`."""
+    scene = counting(rng).images[0]
+    by_kind = chance(rng, 0.6)
+    counts = Counter(one.kind if by_kind else one.colour for one in scene.shapes)
+    parts = [f"{name}: {questions.NUMBERS[count]}" for name, count in counts.items() if count < len(questions.NUMBERS)]
+    answer = ", ".join(pick_some(rng, parts, len(parts)))
+    question = "Count the kinds." if by_kind else "Count the colours."
+    return Sample(images=(scene,), turns=(Turn(question=question, answer=answer, skill="tally"),))
+
+
 def shuffled(rng: np.random.Generator) -> Sample:
     """The pairs of `lookup`, said again in another order: the same for text as `listing` for pictures."""
     count = int(rng.integers(3, 9))
@@ -82,7 +106,7 @@ def shuffled(rng: np.random.Generator) -> Sample:
 
 
 EXERCISES: MappingProxyType[str, Skill] = MappingProxyType(
-    {"page": page, "strings": strings, "listing": listing, "shuffled": shuffled}
+    {"page": page, "strings": strings, "listing": listing, "album": album, "tally": tally, "shuffled": shuffled}
 )
 
 

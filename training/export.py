@@ -1,5 +1,7 @@
 """Write a trained state as a checkpoint in the released format: `python -m training.export RUN OUT`.
 
+With `--drafts`, a run of `training.drafts` adds its stages to the checkpoint that it was trained on.
+
 Large matrices are rounded to bf16, what the release keeps in fp32 stays fp32, and what the release stores without
 reading (the correction bias of hash layers) is stored as zeros.
 """
@@ -10,11 +12,13 @@ import shutil
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
-from deepspan.config.model import load_model_config
-from deepspan.weights.table import backbone_tensors
+from deepspan.config.model import load_model_config, parse_model_config
+from deepspan.text.tokenizer import Tokenizer
+from deepspan.weights.table import DraftKind, backbone_tensors, draft_tensors
 from deepspan.weights.tiny import file_dtype
+from training.recipe import DRAFT_STAGES, NOISE, with_draft_fields
 
 
 def export(run: Path, out: Path) -> None:
@@ -36,12 +40,31 @@ def export(run: Path, out: Path) -> None:
         shutil.copyfile(run / name, out / name)
 
 
+def add_drafts(drafts: Path, out: Path) -> None:
+    """Give a checkpoint the stages of a run of `training.drafts`. out: checkpoint folder, changed in place."""
+    state = torch.load(drafts / "drafts.pt", map_location="cpu")
+    raw = json.loads((out / "config.json").read_text(encoding="utf-8"))
+    (noise,) = Tokenizer(out, vision=True).encode_raw(NOISE)
+    raw = with_draft_fields(raw, noise)
+    tensors = {name: value for name, value in load_file(out / "model.safetensors").items() if "mtp." not in name}
+    for name, spec in draft_tensors(parse_model_config(raw), DRAFT_STAGES, DraftKind.DSPARK).items():
+        tensors[name] = state["drafter"][name].to(file_dtype(spec)).contiguous()
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    (out / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("run", type=Path)
+    parser.add_argument("run", type=Path, help="of the network; a checkpoint folder is left as it is")
     parser.add_argument("out", type=Path)
+    parser.add_argument("--drafts", type=Path, help="run of the draft stages")
     arguments = parser.parse_args()
-    export(arguments.run, arguments.out)
+    if (arguments.run / "state.pt").exists():
+        export(arguments.run, arguments.out)
+    elif arguments.run != arguments.out:
+        shutil.copytree(arguments.run, arguments.out, dirs_exist_ok=True)
+    if arguments.drafts is not None:
+        add_drafts(arguments.drafts, arguments.out)
 
 
 if __name__ == "__main__":

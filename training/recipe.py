@@ -45,6 +45,7 @@ SIZES: dict[str, Any] = {
 
 
 DRAFT_STAGES = 2
+NOISE = "<｜fim▁hole｜>"  # what the slots behind the anchor hold; a token nobody says
 DRAFT_FIELDS: dict[str, Any] = {
     "compress_ratios": [*RATIOS, *[0] * DRAFT_STAGES],
     "num_nextn_predict_layers": DRAFT_STAGES,

@@ -105,7 +105,7 @@ def counting(rng: np.random.Generator) -> Sample:
 def which(rng: np.random.Generator) -> Sample:
     """Tell two or three pictures apart: which one shows a thing, and what the n-th one shows."""
     while True:
-        scenes = _apart(rng, pick(rng, (2, 3)))
+        scenes = apart(rng, pick(rng, (2, 3)))
         turns = [_which_turn(rng, scenes, index) for index in rng.permutation(len(scenes))]
         asked = tuple(turn for turn in turns if turn is not None)
         if asked:
@@ -209,7 +209,7 @@ def random_string(rng: np.random.Generator, max_length: int) -> str:
     return "".join(CHARACTERS[int(i)] for i in rng.integers(len(CHARACTERS), size=length))
 
 
-def _apart(rng: np.random.Generator, count: int) -> tuple[Scene, ...]:
+def apart(rng: np.random.Generator, count: int) -> tuple[Scene, ...]:
     """Pictures that differ: by the kind of a shape, by colour and kind, by a text, or by everything."""
     way = pick(rng, ("kind", "look", "text", "mixed"))
     kinds = pick_some(rng, SHAPES, 4)
@@ -230,12 +230,10 @@ def _apart(rng: np.random.Generator, count: int) -> tuple[Scene, ...]:
 
 def _which_turn(rng: np.random.Generator, scenes: tuple[Scene, ...], index: int) -> Turn | None:
     """A question about one of several pictures, or None if nothing singles it out."""
-    thing = scenes[index].objects[0] if len(scenes[index].texts) == 0 else scenes[index].texts[0]
+    thing = _subject(scenes[index])
     if len(scenes[index].objects) == 1 and chance(rng, 0.25):
         return _what_turn(thing, questions.ORDINALS[index])
-    names = [_called(scene) for scene in scenes]
-    mine = [thing.text] if isinstance(thing, Text) else [thing.kind, questions.look(thing)]
-    unique = [name for name in mine if sum(name in called for called in names) == 1]
+    unique = names_of(scenes, index)
     if not unique:
         return None
     name = f"the word {unique[0]}" if isinstance(thing, Text) else questions.with_article(pick(rng, unique))
@@ -243,6 +241,17 @@ def _which_turn(rng: np.random.Generator, scenes: tuple[Scene, ...], index: int)
     if name.startswith("the word"):
         question = question.replace("In which image is", "Which image shows")
     return Turn(question=question, answer=questions.ORDINALS[index], skill="which")
+
+
+def names_of(scenes: tuple[Scene, ...], index: int) -> list[str]:
+    """What only this one of several pictures can be asked for by: its text, or the kind or look of its shape."""
+    thing, called = _subject(scenes[index]), [_called(scene) for scene in scenes]
+    mine = [thing.text] if isinstance(thing, Text) else [thing.kind, questions.look(thing)]
+    return [name for name in mine if sum(name in names for names in called) == 1]
+
+
+def _subject(scene: Scene) -> Shape | Text:
+    return scene.texts[0] if scene.texts else scene.objects[0]
 
 
 def _called(scene: Scene) -> set[str]:
