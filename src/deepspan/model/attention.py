@@ -110,9 +110,7 @@ class Attention(torch.nn.Module):
     def _project_out(self, out_THK: Tensor) -> Tensor:
         """Each group of heads has its own first projection; `wo_a` [G * rank, H K / G] holds them stacked."""
         grouped = out_THK.flatten(1).unflatten(-1, (self.num_groups, -1))
-        weight = self.wo_a.weight.unflatten(0, (self.num_groups, -1))
-        low_rank = torch.einsum("tgi,gri->tgr", grouped, weight)
-        return self.wo_b(low_rank.flatten(1))
+        return self.wo_b(self.wo_a.by_group(grouped).flatten(1))
 
 
 def _store_entries(

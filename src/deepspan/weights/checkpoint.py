@@ -20,6 +20,8 @@ from deepspan.errors import WeightsError
 log = logging.getLogger(__name__)
 
 INDEX_FILE = "model.safetensors.index.json"
+DESCRIPTION_FILE = "quant_model_description.json"  # says that the weights were exported by ModelSlim
+DESCRIBED_STEM = "quant_model_weights"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,14 +41,17 @@ class Checkpoint:
         self.folder = Path(folder)
         self._open: dict[Path, Any] = {}
         self.tensors: dict[str, StoredTensor] = {}
-        index = _read_index(self.folder)
-        files = _files(self.folder, index)
+        described = (self.folder / DESCRIPTION_FILE).exists()
+        # An export keeps the index of its source beside its own: that one is stale.
+        self.index_file = f"{DESCRIBED_STEM}.safetensors.index.json" if described else INDEX_FILE
+        index = _read_index(self.folder / self.index_file)
+        files = _files(self.folder, index, f"{DESCRIBED_STEM}*.safetensors" if described else None)
         for file in files:
             self._read_header(file)
         if index is not None:
             self._check_against_index(index)
         for file in sorted(set(self.folder.glob("*.safetensors")) - set(files)):
-            log.warning("%s is not named by %s and is not read", file.name, INDEX_FILE)
+            log.warning("%s is not named by %s and is not read", file.name, self.index_file)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.tensors)
@@ -76,18 +81,17 @@ class Checkpoint:
     def _check_against_index(self, index: dict[str, str]) -> None:
         for key, name in index.items():
             if key not in self.tensors:
-                raise WeightsError(f"{INDEX_FILE} places tensor {key} in {name}, which does not hold it")
+                raise WeightsError(f"{self.index_file} places tensor {key} in {name}, which does not hold it")
             if self.tensors[key].file.name != name:
                 raise WeightsError(
-                    f"{INDEX_FILE} places tensor {key} in {name}, it is in {self.tensors[key].file.name}"
+                    f"{self.index_file} places tensor {key} in {name}, it is in {self.tensors[key].file.name}"
                 )
         for key, stored in self.tensors.items():
             if key not in index:
-                raise WeightsError(f"tensor {key} of {stored.file.name} is not in {INDEX_FILE}")
+                raise WeightsError(f"tensor {key} of {stored.file.name} is not in {self.index_file}")
 
 
-def _read_index(folder: Path) -> dict[str, str] | None:
-    file = folder / INDEX_FILE
+def _read_index(file: Path) -> dict[str, str] | None:
     if not file.exists():
         return None
     try:
@@ -99,9 +103,12 @@ def _read_index(folder: Path) -> dict[str, str] | None:
     return weight_map
 
 
-def _files(folder: Path, index: dict[str, str] | None) -> list[Path]:
+def _files(folder: Path, index: dict[str, str] | None, shards: str | None) -> list[Path]:
+    """shards: pattern of files that belong together even without an index."""
     if index is not None:
         return [folder / name for name in sorted(set(index.values()))]
+    if shards is not None and (files := sorted(folder.glob(shards))):
+        return files
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise WeightsError(f"no safetensors files in {folder}")

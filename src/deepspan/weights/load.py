@@ -1,7 +1,8 @@
 """Loading: every tensor of a checkpoint is used exactly once, or is left out by name and for a stated reason.
 
 Invariants: nothing missing, nothing unexpected, no wrong shape, reported all together and by name before any data is
-read. Tensors already in the network's dtype stay memory-mapped; others are converted one at a time.
+read. Quantised weights stay packed (`weights.forms`). Tensors already in the network's dtype stay memory-mapped; others
+are converted one at a time.
 Called by `llm` (through runtime) and by tests.
 """
 
@@ -18,7 +19,10 @@ from deepspan.errors import WeightsError
 from deepspan.model.network import DeepseekV4
 from deepspan.ops.registry import OpTable, reference_ops
 from deepspan.weights.checkpoint import Checkpoint, StoredTensor
-from deepspan.weights.names import Place, is_transformers_naming, locate, originals_at
+from deepspan.weights.description import read_description
+from deepspan.weights.forms import canonical_scales, find_forms
+from deepspan.weights.names import Place, canonical_names, is_transformers_naming, locate, originals_at
+from deepspan.weights.packed import PackedReader
 from deepspan.weights.table import DraftKind, Storage, Table, TensorSpec, backbone_tensors, draft_tensors
 
 log = logging.getLogger(__name__)
@@ -53,20 +57,25 @@ def load_model(
     """
     config = load_model_config(folder)
     checkpoint = Checkpoint(folder)
-    _refuse_block_formats(checkpoint)
-    places = _place_all(checkpoint, config)
+    description = read_description(checkpoint.folder, config.num_hidden_layers)
+    places = canonical_scales(checkpoint, _place_all(checkpoint, config, described=description is not None))
     table, left_out = _expected(config, places)
+    forms = find_forms(checkpoint, table, places, left_out, config, description)
+    table, left_out = forms.table, dict(forms.left_out)
     _check(checkpoint, table, places, config.n_routed_experts)
 
+    ops = ops or reference_ops()
     with torch.device("meta"):
-        network = DeepseekV4(config, ops or reference_ops(), dtype)
+        network = DeepseekV4(config, ops, dtype)
+    reader = PackedReader(checkpoint, places, forms)
+    reader.check_left_out()
+    reader.install(network, ops)
     target = network.state_dict()
     wanted = [name for name in table if name not in left_out]
     assert set(wanted) == set(target), sorted(set(wanted) ^ set(target))[:MAX_NAMES_IN_MESSAGE]
     state: dict[str, torch.Tensor] = {}
     for done, name in enumerate(wanted, start=1):
-        place = places[name]
-        stored = checkpoint.read(place.key, place.expert, place.part, place.num_parts)
+        stored = reader.read(name)
         if table[name].storage is Storage.INT64:
             _check_expert_ids(name, stored, config.n_routed_experts)
         state[name] = stored.to(device=device, dtype=target[name].dtype)
@@ -78,22 +87,18 @@ def load_model(
     return LoadedModel(config=config, network=network.requires_grad_(False).eval(), left_out=left_out)
 
 
-def _refuse_block_formats(checkpoint: Checkpoint) -> None:
-    plain = FLOAT_DTYPES | INTEGER_DTYPES
-    for key, stored in checkpoint.tensors.items():
-        if stored.dtype not in plain:
-            raise WeightsError(
-                f"tensor {key} is stored as {stored.dtype}: quantised checkpoints are not served yet; "
-                f"expected one of {', '.join(sorted(plain))}"
-            )
+def _place_all(checkpoint: Checkpoint, config: ModelConfig, *, described: bool) -> dict[str, Place]:
+    """Original name -> place, for everything the checkpoint holds. Raises WeightsError for names of neither scheme.
 
-
-def _place_all(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Place]:
-    """Original name -> place, for everything the checkpoint holds. Raises WeightsError for names of neither scheme."""
-    renamed = is_transformers_naming(iter(checkpoint))
+    described: whether it is an export with a description, whose names are then those of a serving program.
+    """
+    renamed = not described and is_transformers_naming(iter(checkpoint))
     places: dict[str, Place] = {}
     for key in checkpoint:
-        stored = _stored_at(key, config) if renamed else {_strip_vision_prefix(key): Place(key=key)}
+        if described:
+            stored = _canonically_at(key, config)
+        else:
+            stored = _stored_at(key, config) if renamed else {_strip_vision_prefix(key): Place(key=key)}
         for name, place in stored.items():
             if name in places:
                 raise WeightsError(f"tensors {places[name].key} and {key} both hold {name}")
@@ -103,11 +108,19 @@ def _place_all(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Place]:
 
 def _stored_at(key: str, config: ModelConfig) -> dict[str, Place]:
     """Original name -> place, for what lies under one transformers name."""
+    weight = key.removesuffix("_scale_inv") if key.endswith(".weight_scale_inv") else key
     try:
-        originals = originals_at(key, config.n_routed_experts)
+        originals = originals_at(weight, config.n_routed_experts)
     except KeyError:
         raise WeightsError(f"unexpected tensor {key}: not a transformers name of DeepSeek-V4") from None
-    return {name: replace(locate(name), key=key) for name in originals}
+    return {name + key.removeprefix(weight): replace(locate(name), key=key) for name in originals}
+
+
+def _canonically_at(key: str, config: ModelConfig) -> dict[str, Place]:
+    names = canonical_names(key, config.num_hidden_layers)
+    if len(names) > 1:
+        raise WeightsError(f"tensor {key} holds {' and '.join(names)} in one; expected one tensor each")
+    return {names[0]: Place(key=key)}
 
 
 def _strip_vision_prefix(key: str) -> str:
@@ -139,12 +152,12 @@ def _check(checkpoint: Checkpoint, table: Table, places: dict[str, Place], num_e
         "missing": [name for name in table if name not in places],
         "unexpected": [name for name in places if name not in table],
         "wrong shape": [
-            f"{name} has shape {list(shape)}, expected {list(spec.shape)}"
+            f"{name} has shape {list(shape)}, expected {list(spec.shape)} ({stored.file.name})"
             for name, (spec, stored, place) in found.items()
             if (shape := _shape_at(stored, place, num_experts)) != spec.shape
         ],
         "wrong dtype": [
-            f"{name} is stored as {stored.dtype}, expected {' or '.join(sorted(dtypes))}"
+            f"{name} is stored as {stored.dtype}, expected {' or '.join(sorted(dtypes))} ({stored.file.name})"
             for name, (spec, stored, _) in found.items()
             if stored.dtype not in (dtypes := _dtypes_of(spec))
         ],
@@ -155,7 +168,7 @@ def _check(checkpoint: Checkpoint, table: Table, places: dict[str, Place], num_e
 
 
 def _dtypes_of(spec: TensorSpec) -> frozenset[str]:
-    return INTEGER_DTYPES if spec.storage is Storage.INT64 else FLOAT_DTYPES
+    return spec.dtypes or (INTEGER_DTYPES if spec.storage is Storage.INT64 else FLOAT_DTYPES)
 
 
 def _check_expert_ids(name: str, table: torch.Tensor, num_experts: int) -> None:
