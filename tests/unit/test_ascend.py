@@ -6,18 +6,13 @@ import logging
 import pytest
 import torch
 from quantised_helpers import stored_tensors, write_edited
-from safetensors.torch import load_file
 
-from deepspan.config.model import parse_model_config
 from deepspan.errors import WeightsError
 from deepspan.ops.formats import Format, unpack_int4
 from deepspan.weights.checkpoint import DESCRIPTION_FILE, INDEX_FILE
-from deepspan.weights.description import read_description
 from deepspan.weights.load import load_model
-from deepspan.weights.names import canonical_names
 from deepspan.weights.quantise import RECIPES, quantise_fp8, quantise_int8, static_tensors, write_quantised
-from deepspan.weights.table import DraftKind, backbone_tensors, draft_tensors
-from deepspan.weights.tiny import tiny_config, write_tiny
+from deepspan.weights.tiny import write_tiny
 
 FILE = "quant_model_weights-00001-of-00001.safetensors"
 LINEAR, EXPERT = "layers.1.attn.wq_b", "layers.1.ffn.experts.5.w2"
@@ -50,62 +45,6 @@ def _refused(folder, *parts):
 
 def _load(folder):
     return load_model(folder, dtype=torch.float32)
-
-
-# --- names
-
-
-def _every_name():
-    raw = tiny_config(vocab_size=300, ratios=(0, 4, 128, 4, 0, 0, 0, 4, 0, 0, 4, 128))
-    raw |= {"dspark_block_size": 5, "dspark_noise_token_id": 3, "dspark_target_layer_ids": [1], "dspark_markov_rank": 4}
-    config = parse_model_config(raw)
-    table = (
-        backbone_tensors(config) | draft_tensors(config, 2, DraftKind.DSPARK) | draft_tensors(config, 2, DraftKind.MTP)
-    )
-    return [*table, *(name.removesuffix("weight") + "weight_scale" for name in table if name.endswith(".weight"))]
-
-
-def test_canonical_name_of_every_original_name_is_that_name():
-    assert [name for name in _every_name() if canonical_names(name, 12) != [name]] == []
-
-
-@pytest.mark.parametrize("prefix", ["", "model.", "language_model.", "language_model.model."])
-def test_canonical_name_of_a_serving_name_is_the_original_one(prefix):
-    renamed = {
-        "embed_tokens.weight": "embed.weight",
-        "lm_head.weight": "head.weight",
-        "hc_head_fn": "hc_head_fn",
-        "layers.3.input_layernorm.weight": "layers.3.attn_norm.weight",
-        "layers.3.post_attention_layernorm.weight": "layers.3.ffn_norm.weight",
-        "layers.3.self_attn.wq_b.weight_scale": "layers.3.attn.wq_b.weight_scale",
-        "layers.3.self_attn.indexer.compressor.wkv.weight": "layers.3.attn.indexer.compressor.wkv.weight",
-        "layers.3.mlp.experts.7.gate_proj.weight": "layers.3.ffn.experts.7.w1.weight",
-        "layers.3.mlp.experts.7.down_proj.weight": "layers.3.ffn.experts.7.w2.weight",
-        "layers.3.mlp.experts.7.up_proj.weight": "layers.3.ffn.experts.7.w3.weight",
-        "layers.3.mlp.shared_experts.up_proj.weight_offset": "layers.3.ffn.shared_experts.w3.weight_offset",
-        "layers.3.mlp.gate.e_score_correction_bias": "layers.3.ffn.gate.bias",
-        "layers.3.mlp.gate.bias_vl": "layers.3.ffn.gate.bias_vl",
-        "layers.12.self_attn.wkv.weight": "mtp.0.attn.wkv.weight",
-        "layers.14.main_proj.weight": "mtp.2.main_proj.weight",
-        "layers.0.mtp_block.self_attn.wkv.weight": "mtp.0.attn.wkv.weight",
-        "layers.13.mtp_block.mlp.gate.weight": "mtp.1.ffn.gate.weight",
-        "vision.blocks.0.attn.wo.weight": "vision.blocks.0.attn.wo.weight",
-        "vision.blocks.0.mlp.w1.weight": "vision.blocks.0.mlp.w1.weight",
-    }
-    for name, original in renamed.items():
-        assert canonical_names(prefix + name, 12) == [original]
-        assert canonical_names(original, 12) == [original]
-
-
-def test_canonical_names_of_fused_modules_are_those_of_their_parts():
-    assert canonical_names("model.layers.1.mlp.shared_experts.gate_up_proj.weight", 4) == [
-        "layers.1.ffn.shared_experts.w1.weight",
-        "layers.1.ffn.shared_experts.w3.weight",
-    ]
-    assert canonical_names("layers.1.attn.fused_wqa_wkv.weight", 4) == [
-        "layers.1.attn.wq_a.weight",
-        "layers.1.attn.wkv.weight",
-    ]
 
 
 # --- what fits
@@ -330,148 +269,3 @@ def test_loading_int8_called_float_is_refused(edited):
     names = ("weight", "weight_scale", "weight_offset")
     folder = edited(describe=lambda raw: raw.update({f"{LINEAR}.{last}": "FLOAT" for last in names}))
     _refused(folder, f"{LINEAR}.weight of {FILE} is stored as I8, {DESCRIPTION_FILE} says FLOAT")
-
-
-# --- descriptions that cannot be right
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{", "3"])
-def test_loading_with_a_broken_description_is_refused_by_file(edited, text):
-    folder = edited()
-    (folder / DESCRIPTION_FILE).write_text(text)
-    _refused(folder, DESCRIPTION_FILE)
-
-
-def test_loading_with_a_description_of_nothing_is_refused(edited):
-    folder = edited()
-    (folder / DESCRIPTION_FILE).write_text(json.dumps({"version": "1.0.0", "model_quant_type": "W8A8_DYNAMIC"}))
-    _refused(folder, "describes no tensor")
-
-
-@pytest.mark.parametrize("label", ["W4A4_FLATQUANT_DYNAMIC", "WFP8AFP8_DYNAMIC", "W8A16", "float", "w8a8", ""])
-def test_loading_with_an_unknown_label_is_refused_by_tensor_and_label(edited, label):
-    folder = edited(describe=lambda raw: raw.update({f"{LINEAR}.weight": label}))
-    _refused(folder, f"{LINEAR}.weight is {label!r}", "W8A8_DYNAMIC")
-
-
-def test_loading_with_a_tensor_that_is_not_described_is_refused(edited):
-    _refused(edited(describe=lambda raw: raw.pop("vision.norm.weight")), "vision.norm.weight", "is not described by")
-
-
-def test_loading_with_a_described_tensor_that_is_not_there_is_refused(edited):
-    folder = edited(describe=lambda raw: raw.update({"mtp.0.attn.wkv.weight": "FLOAT"}))
-    _refused(folder, "describes mtp.0.attn.wkv.weight (1 in all), which no file holds")
-
-
-@pytest.mark.parametrize("name", ["embed.weight", "layers.1.ffn.gate.weight", "layers.1.attn_norm.weight", "image_end"])
-def test_loading_with_a_scheme_where_nothing_is_multiplied_is_refused(edited, name):
-    _refused(edited(describe=lambda raw: raw.update({name: "W8A8_DYNAMIC"})), f"says W8A8_DYNAMIC of {name}; expected")
-
-
-def test_loading_with_a_scheme_in_the_vision_tower_is_refused(edited):
-    name = "vision.blocks.0.mlp.w1.weight"
-    _refused(edited(describe=lambda raw: raw.update({name: "W8A8_DYNAMIC"})), f"says W8A8_DYNAMIC of {name}; expected")
-
-
-def test_loading_a_weight_and_a_scale_of_different_schemes_is_refused_by_both(edited):
-    folder = edited(describe=lambda raw: raw.update({f"{LINEAR}.weight_scale": "FLOAT"}))
-    _refused(folder, f"W8A8_DYNAMIC of {LINEAR}.weight and FLOAT of {LINEAR}.weight_scale")
-
-
-def test_loading_w4a8_outside_of_experts_is_refused(edited):
-    folder = edited(describe=lambda raw: raw.update({f"{LINEAR}.weight": "W4A8_DYNAMIC"}))
-    _refused(folder, f"{LINEAR}.weight of {FILE} is W4A8_DYNAMIC", "routed experts")
-
-
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        ("layers.1.attn.wq_a", "layers.1.attn.wkv"),
-        ("layers.1.ffn.shared_experts.w1", "layers.1.ffn.shared_experts.w3"),
-        ("layers.1.ffn.experts.0.w1", "layers.1.ffn.experts.3.w3"),
-    ],
-)
-def test_loading_fused_layers_that_disagree_is_refused_by_both(edited, written, first, second):
-    plain = load_file(written["plain"] / "model.safetensors")
-
-    def restore(tensors):
-        tensors[f"{second}.weight"] = plain[f"{second}.weight"]
-        del tensors[f"{second}.weight_scale"], tensors[f"{second}.weight_offset"]
-
-    def describe(raw):
-        raw[f"{second}.weight"] = "FLOAT"
-        del raw[f"{second}.weight_scale"], raw[f"{second}.weight_offset"]
-
-    _refused(edited(restore, describe), f"{first} is int8 and {second} is plain", "must have one format")
-
-
-def test_loading_a_tensor_described_twice_and_differently_is_refused(edited):
-    folder = edited(describe=lambda raw: raw.update({f"model.{LINEAR}.weight": "FLOAT"}))
-    _refused(folder, f"says both W8A8_DYNAMIC and FLOAT of {LINEAR}.weight")
-
-
-def test_loading_a_fused_tensor_is_refused(edited):
-    name = "layers.1.ffn.shared_experts.gate_up_proj.weight"
-
-    def add(tensors):
-        tensors[name] = torch.zeros(64, 64)
-
-    _refused(
-        edited(add, lambda raw: raw.update({name: "W8A8_DYNAMIC"})), f"tensor {name} holds", "w1.weight and layers.1"
-    )
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("kv_cache_type", "C8"),
-        ("kv_quant_type", "C8"),
-        ("fa_quant_type", "FAKQuant"),
-        ("indexer_quant_type", "INT8_DYNAMIC"),
-        ("metadata", {"quarot": {"online": True}}),
-    ],
-)
-def test_loading_with_arithmetic_that_is_not_served_is_refused_by_key(edited, key, value):
-    _refused(edited(describe=lambda raw: raw.update({key: value})), key, "not served")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "layers.1.attn.k_proj.kv_cache_scale",
-        "layers.1.attn.fa_k.scale",
-        "layers.1.attn.indexer.q_rot.weight",
-        "layers.1.attn.heads_rotation",
-        "layers.1.attn.kronecker_rotation_m",
-        "layers.1.attn.wo_b.div.mul_scale",
-        f"{EXPERT}.weight_scale_second",
-    ],
-)
-def test_loading_with_tensors_of_other_schemes_is_refused_by_name(edited, name):
-    _refused(edited(describe=lambda raw: raw.update({name: "FLOAT"})), f"{name} means", "not served")
-
-
-def test_loading_w4a8_in_groups_is_refused(edited):
-    _refused(edited(describe=lambda raw: raw.update({"group_size": 256}), recipe="w4a8"), "group_size must be 0")
-
-
-def test_loading_a_rotated_export_with_vision_is_refused(edited):
-    rotation = {"quarot": {"rotation_map": {"global_rotation": "optional/quarot.safetensors"}}}
-    _refused(edited(describe=lambda raw: raw.update({"optional": rotation})), "rotation", "vision tensors")
-
-
-def test_loading_a_rotated_export_of_text_is_served(edited, caplog):
-    rotation = {"quarot": {"rotation_map": {"global_rotation": "optional/quarot.safetensors"}}}
-    folder = edited(describe=lambda raw: raw.update({"optional": rotation}), recipe="text")
-    with caplog.at_level(logging.INFO):
-        assert _load(folder).network.get_submodule(LINEAR).format is Format.INT8
-    assert "rotated" in caplog.text
-
-
-def test_loading_an_export_whose_configuration_says_fp8_is_refused(edited):
-    folder = edited(quantization_config={"quant_method": "fp8"})
-    _refused(folder, "quant_method fp8", DESCRIPTION_FILE)
-
-
-def test_description_is_none_for_other_checkpoints(written):
-    assert read_description(written["plain"], 2) is None

@@ -161,6 +161,11 @@ def test_loading_a_packed_weight_of_wrong_shape_is_refused_with_both_shapes(edit
     _refused(edited(widen), f"{EXPERT}.weight has shape [64, 32], expected [64, 16] ({FILE})")
 
 
+@pytest.mark.parametrize("module", ["layers.1.attn.wkv", "layers.0.ffn.experts.0.w1", EXPERT])
+def test_loading_without_a_quantised_weight_names_it_missing(edited, module):
+    _refused(edited(lambda tensors: tensors.pop(f"{module}.weight")), f"missing: {module}.weight")
+
+
 @pytest.mark.parametrize("module", [LINEAR, EXPERT])
 def test_loading_without_a_scale_names_it_missing(edited, module):
     _refused(edited(lambda tensors: tensors.pop(f"{module}.scale")), f"missing: {module}.scale")

@@ -96,7 +96,7 @@ def find_forms(
         _check_expert_dtype(found, config.quantisation.expert_dtype)
     else:
         _check_description(description, table, found, config)
-    _check_agreement(table, found)
+    _check_agreement(table, places, found)
     expanded, dropped = dict(table), dict(left_out)
     for module, form in found.items():
         weight = f"{module}.weight"
@@ -225,7 +225,7 @@ def _packed_specs(module: str, spec: TensorSpec, form: Format, finder: _Finder) 
 # --- what must agree
 
 
-def _check_agreement(table: Table, found: Mapping[str, Format]) -> None:
+def _check_agreement(table: Table, places: Mapping[str, Place], found: Mapping[str, Format]) -> None:
     """Layers that are computed together have one form: all experts of a layer, and what kernels fuse."""
     first_of: dict[str, str] = {}
     pairs: list[tuple[str, str]] = []
@@ -237,7 +237,8 @@ def _check_agreement(table: Table, found: Mapping[str, Format]) -> None:
             (module, module.removesuffix(first) + second) for first, second in _FUSED if module.endswith(f".{first}")
         ]
     for first, second in pairs:
-        if found.get(first) is not found.get(second):
+        is_stored = f"{first}.weight" in places and f"{second}.weight" in places  # otherwise one is named missing
+        if is_stored and found.get(first) is not found.get(second):
             raise WeightsError(
                 f"{first} is {_said(found.get(first))} and {second} is {_said(found.get(second))}: layers that are "
                 "computed together must have one format"
