@@ -16,7 +16,6 @@ from deepspan.ops.indexer import index_scores, select_entries
 from deepspan.ops.registry import OpTable, reference_ops
 from deepspan.ops.router import route
 from deepspan.ops.rows import FlatRows
-from training.recipe import TEXT_EXPERTS
 
 
 @dataclass
@@ -24,18 +23,15 @@ class Recorder:
     """What one forward pass leaves behind. dense: select every visible entry, so that the indexer learns from all.
 
     index_losses: one per ratio-4 layer. loads: (layer order) expert counts [2, E] of text rows and image rows.
-    router_losses: one per layer, how far the scores themselves tell text from images. The correction biases are to do
-    that; a router that knows kinds by their content would not need them.
     """
 
     dense: bool = True
     index_losses: list[Tensor] = field(default_factory=list)
     loads: list[Tensor] = field(default_factory=list)
-    router_losses: list[Tensor] = field(default_factory=list)
     _scores: list[Tensor] = field(default_factory=list)
 
     def clear(self) -> None:
-        for kept in (self.index_losses, self.loads, self.router_losses, self._scores):
+        for kept in (self.index_losses, self.loads, self._scores):
             kept.clear()
 
     def index_entries(
@@ -107,13 +103,9 @@ class Recorder:
     def route(self, *arguments: object) -> tuple[Tensor, Tensor]:
         """As the reference, counting the choices."""
         chosen, weights = route(*arguments)  # type: ignore[arg-type]
-        rows, gate, is_image = arguments[0], arguments[1], arguments[4]
-        assert isinstance(rows, Tensor)
+        gate, is_image = arguments[1], arguments[4]
         assert isinstance(gate, Tensor)
         assert isinstance(is_image, Tensor)
-        mine = torch.tensor([expert in TEXT_EXPERTS for expert in range(len(gate))])
-        logits = rows.detach() @ gate.T  # its gradient moves the router alone
-        self.router_losses.append((logits[:, mine].mean(1) - logits[:, ~mine].mean(1)).square().mean())
         num_experts = len(gate)
         counts = [torch.bincount(chosen[rows].flatten(), minlength=num_experts) for rows in (~is_image, is_image)]
         self.loads.append(torch.stack(counts))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from deepspan.config.model import ModelConfig, parse_model_config
+from deepspan.model.drafter import DSpark
 from deepspan.model.network import DeepseekV4
 from deepspan.ops.registry import OpTable
 from deepspan.weights.tiny import tiny_config
@@ -43,9 +44,24 @@ SIZES: dict[str, Any] = {
 }
 
 
+DRAFT_STAGES = 2
+DRAFT_FIELDS: dict[str, Any] = {
+    "compress_ratios": [*RATIOS, *[0] * DRAFT_STAGES],
+    "num_nextn_predict_layers": DRAFT_STAGES,
+    "dspark_block_size": 5,
+    "dspark_target_layer_ids": [2, 3, 4],
+    "dspark_markov_rank": 32,
+}
+
+
 def raw_config(vocab_size: int) -> dict[str, Any]:
     """Contents of config.json."""
     return tiny_config(vocab_size=vocab_size, ratios=RATIOS, vision=True, overrides=SIZES)
+
+
+def with_draft_fields(raw: dict[str, Any], noise_token_id: int) -> dict[str, Any]:
+    """The same with draft stages. noise_token_id: input of the slots behind the anchor; a token nobody says."""
+    return raw | DRAFT_FIELDS | {"dspark_noise_token_id": noise_token_id}
 
 
 def model_config(vocab_size: int) -> ModelConfig:
@@ -55,15 +71,31 @@ def model_config(vocab_size: int) -> ModelConfig:
 def new_network(config: ModelConfig, ops: OpTable, seed: int) -> DeepseekV4:
     """A network with starting weights, in fp32."""
     network = DeepseekV4(config, ops, torch.float32)
-    generator = torch.Generator().manual_seed(seed)
+    generator = _start_all(network, config, seed)
     with torch.no_grad():
-        for name, parameter in network.named_parameters():
-            _start(name, parameter, config, generator)
         for name, table in network.named_buffers():
             assert name.endswith("tid2eid")
             order = torch.rand(table.shape[0], config.n_routed_experts, generator=generator).argsort(1)
             table.copy_(order[:, : table.shape[1]])
     return network
+
+
+def new_drafter(config: ModelConfig, ops: OpTable, seed: int) -> DSpark:
+    """Draft stages with starting weights, in fp32: first without the Markov head's word, and sure of nothing."""
+    drafter = DSpark(config, ops, DRAFT_STAGES, torch.float32)
+    _start_all(drafter, config, seed)
+    with torch.no_grad():
+        drafter.markov.markov_w2.weight.zero_()
+        drafter.confidence.proj.weight.zero_()
+    return drafter
+
+
+def _start_all(module: torch.nn.Module, config: ModelConfig, seed: int) -> torch.Generator:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            _start(name, parameter, config, generator)
+    return generator
 
 
 def _start(name: str, value: torch.Tensor, config: ModelConfig, generator: torch.Generator) -> None:

@@ -14,35 +14,31 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from deepspan.config.model import load_model_config
-from deepspan.core.media import PreparedImage
+from deepspan.config.model import ModelConfig, load_model_config
 from deepspan.model.attention import Indexer
+from deepspan.model.batch import ForwardBatch
 from deepspan.model.network import DeepseekV4
 from deepspan.runtime.batch_builder import SequenceInput, build_batch
 from deepspan.runtime.runner import emission_order
-from deepspan.skills.labels import CENTRE_CLASSES, CHARACTER_CLASSES, COLOUR_CLASSES, MOST_ALIKE, SHAPE_CLASSES
 from deepspan.skills.suite import TRAIN_SEED
 from training.curriculum import CURRICULUM, Stage, chosen_stages, stage_at
 from training.data import Batches, Example
+from training.heads import Heads
 from training.ops import Recorder, training_ops
 from training.optim import Muon, uses_muon
 from training.ranks import Ranks, launch
 from training.recipe import TEXT_EXPERTS, new_network, raw_config
 from training.tokenizer import write_tokenizer
 
-PROBES = ("probe", "places", "counts")  # heads that training alone has
-PLACES = 6  # parts of a picture's width and height
 AVERAGE_EVERY = 20  # steps
-NUMBERS = 3  # pictures of a question
 PLACE_LAYER = 1
 NUMBER_LAYER = 3  # one compressed layer has seen the pictures before
-CLASSES = (len(SHAPE_CLASSES), len(COLOUR_CLASSES), *3 * (len(CHARACTER_CLASSES),), len(CENTRE_CLASSES))
+COUNT_SHARE = 0.2  # of the weight of places
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +52,6 @@ class Schedule:
     index_weight: float = 0.3
     cell_weight: float = 0.3
     place_weight: float = 0.3
-    router_weight: float = 0.1
     balance_rate: float = 1e-3
     average_steps: int = 400
     seed: int = 1
@@ -84,22 +79,15 @@ class Trainer:
         self.config = load_model_config(folder)
         self.recorder = Recorder()
         self.network = new_network(self.config, training_ops(self.recorder, compiled), schedule.seed)
-        self.probe = nn.Linear(self.config.hidden_size, sum(CLASSES))
+        self.heads = Heads(self.config.hidden_size)
         for module in self.network.modules():
             if isinstance(module, Indexer):  # its loss moves the indexer alone
                 module.register_forward_pre_hook(lambda _, args: (args[0].detach(), args[1].detach(), *args[2:]))
-        # Which part of its picture an image row lies in, asked of the streams before the first compressed layer: the
-        # tower knows distances only, so the network has to work places out from the tokens around the rows. And which
-        # of the pictures it belongs to, asked behind compressed layers, as pictures are longer than the window.
-        self.places = nn.Linear(self.config.hidden_size, 2 * PLACES + NUMBERS)
-        # How many shapes are like the one whose centre a row sees: counting is looking around, which pictures can do
-        # and questions cannot, so that all numbers should be there before a question asks for one.
-        self.counts = nn.Linear(self.config.hidden_size, 3 * (1 + MOST_ALIKE))
         named = dict(self.network.named_parameters())
         self.muon = Muon([p for n, p in named.items() if uses_muon(n, p)], schedule.muon_rate, 0.95, 0.01)
         adam = [p for n, p in named.items() if not uses_muon(n, p) and "gate.bias" not in n]
         self.adam = torch.optim.AdamW(
-            [*adam, *self.probe_parameters()],
+            [*adam, *self.heads.parameters()],
             schedule.adam_rate,
             (0.9, 0.95),
             weight_decay=0,
@@ -118,14 +106,11 @@ class Trainer:
         """Steps of all stages."""
         return sum(stage.steps for stage in self.stages)
 
-    def probe_parameters(self) -> list[nn.Parameter]:
-        return [p for name in PROBES for p in getattr(self, name).parameters()]
-
     def state(self) -> dict[str, Any]:
         return {
             "network": self.network.state_dict(),
             "average": self.average,
-            **{name: getattr(self, name).state_dict() for name in PROBES},
+            **{name: head.state_dict() for name, head in self.heads.named_children()},
             "muon": self.muon.state_dict(),
             "adam": self.adam.state_dict(),
             "step": self.step,
@@ -143,8 +128,8 @@ class Trainer:
             state = torch.load(file)
             self.network.load_state_dict(state["network"])
             self.average = state.get("average", {})
-            for name in PROBES:
-                getattr(self, name).load_state_dict(state[name])
+            for name, head in self.heads.named_children():
+                head.load_state_dict(state[name])
             self.muon.load_state_dict(state["muon"])
             self.adam.load_state_dict(state["adam"])
             self.step, self.next_sample = state["step"], state["next_sample"]
@@ -154,11 +139,12 @@ class Trainer:
         tensors = {
             name: value.float() if value.is_floating_point() else value for name, value in load_file(file).items()
         }
-        for name in PROBES:
+        for name, head in self.heads.named_children():
             mine = [key for key in tensors if key.startswith(f"{name}.")]
             if mine:  # weights of before this head was added leave it as it starts
-                getattr(self, name).load_state_dict({key.removeprefix(f"{name}."): tensors.pop(key) for key in mine})
+                head.load_state_dict({key.removeprefix(f"{name}."): tensors.pop(key) for key in mine})
         self.network.load_state_dict(tensors)
+        _level(self.network)
 
     def train_step(self, batch: list[Example]) -> None:
         """One update."""
@@ -168,7 +154,7 @@ class Trainer:
         self.muon.zero_grad()
         self.adam.zero_grad()
         loss.backward()
-        self.ranks.average_gradients([*self.network.parameters(), *self.probe_parameters()])
+        self.ranks.average_gradients([*self.network.parameters(), *self.heads.parameters()])
         grown = nn.utils.clip_grad_norm_([p for p in self.network.parameters() if p.grad is not None], 1.0)
         self.meters["grad_norm"].append(float(grown))
         rate = self.schedule.rate(self.step, self.total)
@@ -176,6 +162,7 @@ class Trainer:
             for group in optimiser.param_groups:
                 group["lr"] = peak * rate
             optimiser.step()
+        _level(self.network)
         _balance(self.network, self.ranks.add_up(self.recorder.loads), self.schedule.balance_rate * rate)
         self.step += 1
         if self.step % AVERAGE_EVERY == 0:
@@ -198,18 +185,11 @@ class Trainer:
             rows, cell_loss = self._see(batch)
         if not stage.network:
             return cell_loss
-        features = _features(batch, rows)
-        sequences = [
-            SequenceInput(
-                token_ids=e.token_ids, kinds=e.kinds, spans=e.spans, features=f, wanted=(e.targets >= 0).nonzero()[0]
-            )
-            for e, f in zip(batch, features, strict=True)
-        ]
-        longest = max(len(e.token_ids) for e in batch)
-        built = build_batch(sequences, self.config, "cpu", query_block=longest)
+        built = network_batch(batch, rows, self.config)
         output = self.network(built, stream_taps=(PLACE_LAYER, NUMBER_LAYER))
         early, late = (output.streams[layer][built.image_rows].mean(1) for layer in (PLACE_LAYER, NUMBER_LAYER))
-        place_loss = self._place(batch, early, late) + self._count(batch, late)
+        place_loss = self.heads.place(early, late, batch, self.config, self.meters)
+        place_loss = place_loss + COUNT_SHARE * self.heads.count(late, batch, self.meters)
         logits = output.logits
         targets = torch.cat([torch.from_numpy(e.targets[e.targets >= 0]) for e in batch])
         losses = F.cross_entropy(logits.float(), targets, reduction="none")
@@ -220,52 +200,8 @@ class Trainer:
         self.meters["answer_loss"].append(float(answer_loss.detach()))
         self.meters["index_loss"].append(float(index_loss.detach()))
         schedule = self.schedule
-        router_loss = torch.stack(self.recorder.router_losses).mean()
-        self.meters["router_loss"].append(float(router_loss.detach()))
         beside = schedule.cell_weight * cell_loss + schedule.place_weight * place_loss
-        beside = beside + schedule.router_weight * router_loss
         return answer_loss + schedule.index_weight * index_loss + beside
-
-    def _place(self, batch: list[Example], early_FD: Tensor, late_FD: Tensor) -> Tensor:
-        """Loss of telling in which of `PLACES` columns and lines of its picture each IMAGE row lies, and in which
-        picture."""
-        if not len(early_FD):
-            return torch.zeros(())
-        assert self.config.vision is not None, "there are image rows"
-        tile = self.config.vision.downsample_ratio
-        wanted = torch.from_numpy(np.concatenate([_places(image, tile) for e in batch for image in e.images], axis=1))
-        numbers = [
-            torch.full((len(image.block.encoder_rows),), number) for e in batch for number, image in enumerate(e.images)
-        ]
-        columns, lines, _ = self.places(early_FD).split((PLACES, PLACES, NUMBERS), 1)
-        of_picture = self.places(late_FD)[:, 2 * PLACES :]
-        loss = torch.zeros(())
-        for name, logits, right in (
-            ("column", columns, wanted[0]),
-            ("line", lines, wanted[1]),
-            ("number", of_picture, torch.cat(numbers)),
-        ):
-            loss = loss + F.cross_entropy(logits, right)
-            self.meters[f"place_{name}"].append(float((logits.argmax(1) == right).float().mean()))
-        return loss
-
-    def _count(self, batch: list[Example], rows_FD: Tensor) -> Tensor:
-        """Loss of telling how many shapes are like the one whose centre an IMAGE row sees."""
-        wanted = [
-            torch.from_numpy(label[len(CLASSES) :, image.block.encoder_rows.astype(np.int64)])
-            for e in batch
-            for image, label in zip(e.images, e.labels, strict=True)
-        ]
-        numbers = torch.cat([torch.zeros(3, 0, dtype=torch.int64), *wanted], dim=1)
-        centres = numbers[0] > 0
-        if not centres.any():
-            return torch.zeros(())
-        loss = torch.zeros(())
-        parts = self.counts(rows_FD[centres]).chunk(3, 1)
-        for name, logits, right in zip(("kind", "colour", "all"), parts, numbers[:, centres], strict=True):
-            loss = loss + F.cross_entropy(logits, right)
-            self.meters[f"alike_{name}"].append(float((logits.argmax(1) == right).float().mean()))
-        return loss
 
     def _see(self, batch: list[Example]) -> tuple[list[Tensor], Tensor]:
         """Encoder rows of every image, and the loss of the probe on them."""
@@ -274,16 +210,7 @@ class Trainer:
             return [], torch.zeros(())
         patches = torch.cat([torch.from_numpy(image.patches) for image in images])
         rows = self.network.encode_images(patches, [(image.grid_rows, image.grid_cols) for image in images])
-        labels = torch.cat([torch.from_numpy(label) for e in batch for label in e.labels], dim=1)
-        loss = torch.zeros(())
-        names = ("shape", "colour", "left", "character", "right", "centre")
-        for name, logits, wanted in zip(names, self.probe(rows).split(CLASSES, 1), labels[: len(CLASSES)], strict=True):
-            weights = torch.where(wanted > 0, 1.0, 0.1)  # most cells are empty
-            losses = F.cross_entropy(logits.float(), wanted, reduction="none") * weights
-            loss = loss + losses.sum() / weights.sum()
-            there = wanted > 0
-            if there.any():
-                self.meters[f"cell_{name}"].append(float((logits.argmax(1) == wanted)[there].float().mean()))
+        loss = self.heads.see(rows, batch, self.meters)
         return list(rows.float().split([len(image.block.encoder_rows) for image in images])), loss
 
     def _meter_answers(self, batch: list[Example], logits: Tensor, targets: Tensor) -> None:
@@ -294,11 +221,16 @@ class Trainer:
                 self.meters[skill].append(float(hits[turns == turn].all()))
 
 
-def _places(image: PreparedImage, tile: int) -> np.ndarray:
-    """Column and line class of each IMAGE row in emission order: int64 [2, rows]. tile: patches of a cell's side."""
-    columns, lines = -(-image.grid_cols // tile), -(-image.grid_rows // tile)
-    raster = image.block.encoder_rows.astype(np.int64)
-    return np.stack((raster % columns * PLACES // columns, raster // columns * PLACES // lines))
+def network_batch(batch: list[Example], rows: list[Tensor], config: ModelConfig) -> ForwardBatch:
+    """Whole conversations for the network, logits wanted where the loss falls. rows: of every image, raster order."""
+    features = _features(batch, rows)
+    sequences = [
+        SequenceInput(
+            token_ids=e.token_ids, kinds=e.kinds, spans=e.spans, features=f, wanted=(e.targets >= 0).nonzero()[0]
+        )
+        for e, f in zip(batch, features, strict=True)
+    ]
+    return build_batch(sequences, config, "cpu", query_block=max(len(e.token_ids) for e in batch))
 
 
 def _features(batch: list[Example], rows: list[Tensor]) -> list[Tensor | None]:
@@ -321,6 +253,21 @@ def _balance(network: DeepseekV4, all_loads: list[Tensor], rate: float) -> None:
             own = torch.tensor([(expert in TEXT_EXPERTS) == is_text for expert in range(len(bias))])
             share = rows[own].float()
             bias[own] += rate * torch.sign(share.mean() - share)
+
+
+@torch.no_grad()
+def _level(network: DeepseekV4) -> None:
+    """Take from the routers what tells the two halves of the experts apart: that is left to the selection biases.
+
+    Their mean rows become equal, so that no input scores one half higher as a whole. Which expert of its half a row
+    prefers does not change by it.
+    """
+    for layer in network.layers:
+        weight = layer.ffn.gate.weight
+        half = torch.tensor([expert in TEXT_EXPERTS for expert in range(len(weight))])
+        gap = weight[half].mean(0) - weight[~half].mean(0)
+        weight[half] -= gap / 2
+        weight[~half] += gap / 2
 
 
 def main() -> None:
@@ -359,7 +306,7 @@ def save_start(states: Mapping[str, Mapping[str, Any]], file: Path) -> None:
     """
     of_images = ("vision.", "aligner.")
     tensors = {f"probe.{name}": value for name, value in states["vision"]["probe"].items()}
-    for head in PROBES[1:]:
+    for head in ("places", "counts"):
         tensors |= {f"{head}.{name}": value for name, value in states["text"][head].items()}
     for side, state in states.items():
         named = state["network"].items()

@@ -40,7 +40,9 @@ class Score:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Exercise:
+class Exercise:
+    """A question of a skill that stands on its own."""
+
     skill: str
     sample: Sample
 
@@ -52,31 +54,29 @@ def evaluate(
 
     Raises KeyError for an unknown skill.
     """
-    exercises = [
-        exercise for skill in skills for exercise in _exercises(skill, max(1, per_skill // LONG.get(skill, 1)))
-    ]
+    exercises = [exercise for skill in skills for exercise in held_out(skill, max(1, per_skill // LONG.get(skill, 1)))]
     given: list[str] = []
     for batch in _batches(exercises):
-        outputs = llm.chat_many([_messages(e.sample) for e in batch], SamplingParams(max_tokens=MAX_ANSWER_TOKENS))
+        outputs = llm.chat_many([question_of(e.sample) for e in batch], SamplingParams(max_tokens=MAX_ANSWER_TOKENS))
         given += [output.text for output in outputs]
         if progress is not None:
             progress(len(given), len(exercises))
     return [_score(skill, exercises, given) for skill in skills]
 
 
-def _exercises(skill: str, count: int) -> list[_Exercise]:
+def held_out(skill: str, count: int) -> list[Exercise]:
     """The first `count` questions of the held-out seed that stand on their own."""
-    found: list[_Exercise] = []
+    found: list[Exercise] = []
     for index in range(count):
         item = sample(EVAL_SEED, index, skill)
         num_alone = len(item.turns) if skill in PICTURE_SKILLS else 1
         # One question of each picture in turn: many pictures say more than many questions about one.
-        found.append(_Exercise(skill=skill, sample=item.only((index + 1) % num_alone)))
+        found.append(Exercise(skill=skill, sample=item.only((index + 1) % num_alone)))
     return found
 
 
-def _batches(exercises: Sequence[_Exercise]) -> list[list[_Exercise]]:
-    batches: list[list[_Exercise]] = [[]]
+def _batches(exercises: Sequence[Exercise]) -> list[list[Exercise]]:
+    batches: list[list[Exercise]] = [[]]
     room = BATCH_TOKENS
     for exercise in exercises:
         cost = 150 * len(exercise.sample.images) + len(exercise.sample.turns[0].question) // 3
@@ -88,12 +88,12 @@ def _batches(exercises: Sequence[_Exercise]) -> list[list[_Exercise]]:
     return batches
 
 
-def _messages(item: Sample) -> list[dict[str, Any]]:
+def question_of(item: Sample) -> list[dict[str, Any]]:
     """The question alone, without its answer."""
     return messages_of(item, [draw(scene) for scene in item.images])[:1]
 
 
-def _score(skill: str, exercises: Sequence[_Exercise], given: Sequence[str]) -> Score:
+def _score(skill: str, exercises: Sequence[Exercise], given: Sequence[str]) -> Score:
     asked = [(e.sample.turns[0], answer) for e, answer in zip(exercises, given, strict=True) if e.skill == skill]
     wrong = [(turn.question[-80:], turn.answer, answer) for turn, answer in asked if answer != turn.answer]
     return Score(skill=skill, num_right=len(asked) - len(wrong), num_asked=len(asked), failures=tuple(wrong[:5]))

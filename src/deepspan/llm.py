@@ -33,11 +33,13 @@ from deepspan.runtime.caches import Caches
 from deepspan.runtime.device import default_cache_bytes, pick_device, pick_dtype
 from deepspan.runtime.profile import largest_step_bytes
 from deepspan.runtime.runner import Runner
+from deepspan.sched.draft_depth import DraftDepth
 from deepspan.sched.scheduler import Scheduler
 from deepspan.text.segments import Segment
 from deepspan.text.switches import ChatOptions
 from deepspan.text.tokenizer import Tokenizer
 from deepspan.weights.load import Progress, load_model
+from deepspan.weights.table import DraftKind
 
 Message = Mapping[str, Any]
 
@@ -97,8 +99,14 @@ class LLM:
             raise ConfigError(f"image_mode must be one of {', '.join(get_args(ImageMode))}, found {image_mode!r}")
         target = pick_device(device)
         compute = pick_dtype(dtype, target)
+        engine = engine or EngineConfig()
         loaded = load_model(
-            model, dtype=compute, device=target, ops=bind(resolve(target.type, compute, providers)), progress=progress
+            model,
+            dtype=compute,
+            device=target,
+            ops=bind(resolve(target.type, compute, providers)),
+            drafts=None if engine.draft_method == "off" else DraftKind(engine.draft_method),
+            progress=progress,
         )
         self.config = loaded.config
         self.tokenizer = Tokenizer(model, vision=self.config.vision is not None)
@@ -106,7 +114,7 @@ class LLM:
             raise ConfigError(
                 f"the tokenizer has ids up to {self.tokenizer.vocab_size - 1}, vocab_size is {self.config.vocab_size}"
             )
-        self.engine = (engine or EngineConfig()).checked(self.config)
+        self.engine = engine.with_drafts(self.config).checked(self.config)
         self._inputs = InputBuilder(
             self.config,
             self.tokenizer,
@@ -114,7 +122,10 @@ class LLM:
             image_mode=image_mode,
             limits=image_limits,
         )
-        families = cache_families(self.config, self.engine.block_tokens, compute.itemsize, self.engine.num_drafts)
+        stages = loaded.drafter.num_stages if loaded.drafter is not None else 0
+        families = cache_families(
+            self.config, self.engine.block_tokens, compute.itemsize, self.engine.num_drafts, stages
+        )
         if cache_bytes is None:
             accelerated = target.type != "cpu"
             step = largest_step_bytes(loaded.network, self.config, self.engine, target) if accelerated else 0
@@ -125,7 +136,8 @@ class LLM:
         caches = Caches(self.config, self.engine, families, num_blocks, compute, target)
         self._runner = Runner(loaded, self.engine, families, caches, target, forbidden, self.tokenizer.special.eos)
         manager = CacheManager(families, num_blocks, self.engine.prefix_caching)
-        self.core = EngineCore(Scheduler(self.engine, manager), self._runner, self.tokenizer)
+        depth = DraftDepth(self.engine.num_drafts, is_fixed=self.engine.draft_depth == "fixed")
+        self.core = EngineCore(Scheduler(self.engine, manager), self._runner, self.tokenizer, depth)
         self._listeners: dict[int, deque[TokenEvent]] = {}
 
     def generate(

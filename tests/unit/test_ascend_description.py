@@ -1,4 +1,4 @@
-"""Descriptions of ModelSlim exports: everything that would change the arithmetic, or does not fit, is refused by name."""
+"""Descriptions of ModelSlim exports: what would change the arithmetic, or does not fit, is refused by name."""
 
 import json
 import logging

@@ -5,11 +5,19 @@ Owns the start-up checks without which a request would wait for ever (an image l
 """
 
 from dataclasses import dataclass, fields, replace
+from typing import Literal
 
 from deepspan.config.model import OVERLAP_RATIO, ModelConfig
 from deepspan.errors import ConfigError
 
 LEAD_PADS = OVERLAP_RATIO - 1  # an image starts with up to three pads, so that START stands at 3 (mod 4)
+MAX_DRAFTS = 16
+_CHOICES = {
+    "draft_method": ("off", "dspark", "mtp"),
+    "draft_rule": ("standard", "block"),
+    "draft_sampling": ("greedy", "sampled"),
+    "draft_depth": ("fixed", "auto"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +28,11 @@ class EngineConfig:
     max_model_len: prompt and output of one request together. max_num_seqs: requests running at once.
     max_batched_tokens: rows of one step. chunk_tokens: rows of one request in one step, 0 for no limit of its own; an
     image is taken whole even where it is longer.
-    num_drafts: draft tokens verified per request and step. encoder_rows: rows of encoder output that are kept.
+    draft_method: kind of the checkpoint's draft stages to guess with. num_drafts: draft tokens verified per request and
+    step; 0 takes what the stages were made for, if there is a method. draft_rule: how sampled drafts are judged,
+    each alone or a block at a time (which takes more). draft_sampling: whether drafts of sampled requests are the
+    likeliest tokens or drawn at the request's temperature. draft_depth: always `num_drafts`, or as many as pay.
+    encoder_rows: rows of encoder output that are kept.
     prefix_caching: reuse blocks of earlier requests.
     """
 
@@ -29,7 +41,11 @@ class EngineConfig:
     max_num_seqs: int = 32
     max_batched_tokens: int = 2048
     chunk_tokens: int = 0
+    draft_method: Literal["off", "dspark", "mtp"] = "off"
     num_drafts: int = 0
+    draft_rule: Literal["standard", "block"] = "standard"
+    draft_sampling: Literal["greedy", "sampled"] = "greedy"
+    draft_depth: Literal["fixed", "auto"] = "fixed"
     encoder_rows: int = 8192
     prefix_caching: bool = True
 
@@ -37,6 +53,10 @@ class EngineConfig:
         at_least_one = ("block_tokens", "max_model_len", "max_num_seqs", "max_batched_tokens", "encoder_rows")
         for field in fields(self):
             value = getattr(self, field.name)
+            if field.name in _CHOICES:
+                if value not in _CHOICES[field.name]:
+                    raise ConfigError(f"{field.name} must be one of {', '.join(_CHOICES[field.name])}, found {value!r}")
+                continue
             if field.name == "prefix_caching":
                 if not isinstance(value, bool):
                     raise ConfigError(f"prefix_caching must be true or false, found {value!r}")
@@ -44,6 +64,8 @@ class EngineConfig:
             least = int(field.name in at_least_one)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ConfigError(f"{field.name} must be an integer of at least {least}, found {value!r}")
+        if self.num_drafts > MAX_DRAFTS:
+            raise ConfigError(f"num_drafts may be {MAX_DRAFTS} at most, found {self.num_drafts}")
 
     def checked(self, model: ModelConfig) -> "EngineConfig":
         """This configuration fitted to a model: its length is cut to what the model was made for.
@@ -70,6 +92,20 @@ class EngineConfig:
                 f"encoder_rows {self.encoder_rows} is below the rows of one image, {model.vision.max_n_token}"
             )
         return replace(self, max_model_len=min(self.max_model_len, model.max_position_embeddings))
+
+    def with_drafts(self, model: ModelConfig) -> "EngineConfig":
+        """This configuration with the number of drafts that the model's stages were made for, unless one is given.
+
+        Raises ConfigError if a number is given without a method, or the model has no fields for the method.
+        """
+        if self.draft_method == "off":
+            if self.num_drafts:
+                raise ConfigError(f"num_drafts is {self.num_drafts} and draft_method is off: nothing would draft")
+            return self
+        if self.draft_method == "dspark" and model.draft is None:
+            raise ConfigError("draft_method is dspark, config.json has no dspark_block_size")
+        made_for = model.draft.block_size if self.draft_method == "dspark" and model.draft is not None else 1
+        return replace(self, num_drafts=self.num_drafts or made_for)
 
 
 def largest_placeholder(model: ModelConfig) -> int:

@@ -24,8 +24,9 @@ class Chunk:
     """Tokens [start, end) of one request. row: its place in the persistent buffers of the runtime.
 
     begins: set where the row belongs to this request from now on; then `blocks` are its whole tables, otherwise they
-    join the tables. token_ids: of the chunk. samples: the chunk ends at the last known token, so the next one is to be
-    chosen.
+    join the tables. token_ids: of the chunk. samples: the chunk reaches the last known token, so the next one is to be
+    chosen. num_drafts: how many tokens at the end of the chunk are guesses, to be taken or replaced. wanted_drafts: how
+    many tokens to guess behind what is chosen, at most.
     """
 
     request_id: int
@@ -36,6 +37,8 @@ class Chunk:
     samples: bool
     blocks: Mapping[str, NewBlocks]
     begins: "Begin | None" = None
+    num_drafts: int = 0
+    wanted_drafts: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,12 +73,15 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """By request id. tokens: chosen by each chunk that samples. failed: what this step could not serve, and why.
+    """By request id. tokens: chosen by each chunk that samples, one or more. failed: what was not served, and why.
 
-    logprobs, prompt_logprobs: of requests that ask for them.
+    accepted: how many of a chunk's drafts were taken. drafts: guesses for the tokens that come next.
+    logprobs (one per token), prompt_logprobs: of requests that ask for them.
     """
 
-    tokens: Mapping[int, int]
+    tokens: Mapping[int, Sequence[int]]
     failed: Mapping[int, str] = field(default_factory=dict)
-    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
+    accepted: Mapping[int, int] = field(default_factory=dict)
+    drafts: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    logprobs: Mapping[int, Sequence[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: Mapping[int, PromptLogprobs] = field(default_factory=dict)

@@ -8,12 +8,14 @@ Called by `llm` directly and by `engine.background` from its thread.
 import logging
 from dataclasses import dataclass, replace
 from secrets import randbits
+from time import perf_counter
 from typing import Protocol
 
 from deepspan.core.output import RequestOutput, TokenEvent
 from deepspan.core.request import Request
-from deepspan.core.step import StepPlan, StepResult
+from deepspan.core.step import Chunk, StepPlan, StepResult
 from deepspan.engine.outputs import OutputCollector
+from deepspan.sched.draft_depth import DraftDepth
 from deepspan.sched.scheduler import Scheduler
 from deepspan.text.tokenizer import Tokenizer
 
@@ -30,7 +32,9 @@ class Executor(Protocol):
 class EngineStats:
     """Counters since the start, and what is going on now. Tokens of prompts count when they are computed.
 
-    cache_usage: share of cache blocks in use, 0 to 1.
+    cache_usage: share of cache blocks in use, 0 to 1. num_drafts: of requests and steps, those with drafts to judge;
+    num_draft_tokens, num_accepted_tokens: drafts judged and taken; accepted_per_position: how often the first, the
+    second and so on was.
     """
 
     num_steps: int
@@ -41,17 +45,26 @@ class EngineStats:
     num_running: int
     num_waiting: int
     cache_usage: float
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_per_position: tuple[int, ...] = ()
 
 
 class EngineCore:
     """One engine. Not thread-safe."""
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, scheduler: Scheduler, executor: Executor, tokenizer: Tokenizer, depth: DraftDepth | None = None
+    ) -> None:
+        """depth: how many tokens to guess; None for none."""
         self._scheduler, self._executor, self._tokenizer = scheduler, executor, tokenizer
+        self._depth = depth or DraftDepth(0, is_fixed=True)
         self._collectors: dict[int, OutputCollector] = {}
         self._pending: list[TokenEvent] = []  # of requests that ended while a step was interrupted
         self._next_id = 0
-        self._counts = {"steps": 0, "prompt": 0, "cached": 0, "generated": 0}
+        self._counts = {"steps": 0, "prompt": 0, "cached": 0, "generated": 0, "drafts": 0, "drafted": 0, "accepted": 0}
+        self._accepted_per_position = [0] * self._depth.num_drafts
 
     def add(self, request: Request, *, priority: int = 0) -> list[int]:
         """Queue a request; one id for each of its choices. Choices share the prompt's cache.
@@ -59,12 +72,15 @@ class EngineCore:
         Raises InputError if it could never be served; then nothing was queued.
         """
         params = request.params
+        # How deep the automatic mode drafts depends on the clock, and what is drawn depends on what was drafted.
+        is_drafted = self._depth.is_fixed or params.temperature == 0 or params.seed is None
         if params.seed is None:
             params = replace(params, seed=randbits(64))
         first = self._next_id
         for choice in range(params.n):
             one = replace(request, params=params, choice=choice)
-            self._scheduler.add(first + choice, one, priority=priority, after=first if choice else None)
+            after = first if choice else None
+            self._scheduler.add(first + choice, one, priority=priority, after=after, is_drafted=is_drafted)
             self._collectors[first + choice] = OutputCollector(first + choice, one, self._tokenizer)
             self._next_id += 1
         return list(range(first, self._next_id))
@@ -81,9 +97,11 @@ class EngineCore:
         if self._pending:
             events, self._pending = self._pending, []
             return events
-        plan = self._scheduler.plan()
+        wanted = self._depth.choose(self._scheduler.num_running)
+        plan = self._scheduler.plan(wanted)
         if plan is None:
             return []
+        started = perf_counter()
         try:
             result = self._executor.run(plan)
         except Exception as error:
@@ -92,7 +110,7 @@ class EngineCore:
         except BaseException:
             self._pending = self.fail_all("a step was interrupted")
             raise
-        self._count(plan, result)
+        self._count(plan, result, wanted, perf_counter() - started)
         events: list[TokenEvent] = []
         finished: list[int] = []
         for chunk in plan.chunks:
@@ -103,8 +121,7 @@ class EngineCore:
             if chunk.request_id in result.failed:
                 events.append(collector.end("error", result.failed[chunk.request_id]))
             elif chunk.samples:
-                token, about = result.tokens[chunk.request_id], result.logprobs.get(chunk.request_id)
-                events.append(collector.push(token, about))
+                events += _pushed(collector, result, chunk.request_id)
             if collector.is_finished:
                 finished.append(chunk.request_id)
         self._scheduler.commit(plan, result, finished)
@@ -147,17 +164,49 @@ class EngineCore:
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
             cache_usage=self._scheduler.cache_usage,
+            num_drafts=self._counts["drafts"],
+            num_draft_tokens=self._counts["drafted"],
+            num_accepted_tokens=self._counts["accepted"],
+            accepted_per_position=tuple(self._accepted_per_position),
         )
 
     def check(self) -> None:
         """Prove that nothing is leaked. Between steps only."""
         self._scheduler.check()
 
-    def _count(self, plan: StepPlan, result: StepResult) -> None:
+    def _count(self, plan: StepPlan, result: StepResult, wanted_drafts: int, seconds: float) -> None:
         counts = self._counts
         counts["steps"] += 1
-        counts["generated"] += len(result.tokens)
+        counts["generated"] += sum(len(tokens) for tokens in result.tokens.values())
+        decodes = [chunk for chunk in plan.chunks if _is_decode(chunk)]
         for chunk in plan.chunks:
-            is_decode = chunk.begins is None and chunk.samples and len(chunk.token_ids) == 1
-            counts["prompt"] += 0 if is_decode else chunk.end - chunk.start
+            counts["prompt"] += 0 if _is_decode(chunk) else chunk.end - chunk.start
             counts["cached"] += chunk.start if chunk.begins is not None else 0
+            if chunk.num_drafts and chunk.request_id in result.accepted:
+                accepted = result.accepted[chunk.request_id]
+                counts["drafts"] += 1
+                counts["drafted"] += chunk.num_drafts
+                counts["accepted"] += accepted
+                for position in range(accepted):
+                    self._accepted_per_position[position] += 1
+        if len(decodes) == len(plan.chunks) and not result.failed and not plan.encoder_jobs:
+            drafted = [chunk.num_drafts for chunk in decodes]
+            accepted_each = [result.accepted.get(chunk.request_id, 0) for chunk in decodes]
+            self._depth.observe(len(decodes), wanted_drafts, seconds, drafted, accepted_each)
+
+
+def _is_decode(chunk: Chunk) -> bool:
+    """Whether a chunk computes the newest token, and drafts behind it."""
+    return chunk.begins is None and chunk.samples and len(chunk.token_ids) == 1 + chunk.num_drafts
+
+
+def _pushed(collector: OutputCollector, result: StepResult, request_id: int) -> list[TokenEvent]:
+    """Events of a request's new tokens, up to the one that ends it: what stands behind an end is nobody's."""
+    events: list[TokenEvent] = []
+    tokens = result.tokens[request_id]
+    logprobs = result.logprobs.get(request_id, [None] * len(tokens))
+    for token, about in zip(tokens, logprobs, strict=True):
+        events.append(collector.push(token, about))
+        if collector.is_finished:
+            break
+    return events

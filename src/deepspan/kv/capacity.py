@@ -46,8 +46,13 @@ def request_blocks(family: Family, length: int, in_flight: int) -> int:
 
 
 def in_flight_tokens(engine: EngineConfig) -> int:
-    """Tokens of one request that one step can compute."""
+    """Tokens of one request that one step can compute, and those it may guess behind them."""
     return engine.max_batched_tokens + engine.num_drafts
+
+
+def reserved_tokens(length: int, engine: EngineConfig) -> int:
+    """Tokens that a request of `length` has blocks for at its end: guesses are stored where they would stand."""
+    return length + engine.num_drafts
 
 
 def plan_capacity(families: Sequence[Family], engine: EngineConfig, num_bytes: int) -> Capacity:
@@ -61,7 +66,7 @@ def plan_capacity(families: Sequence[Family], engine: EngineConfig, num_bytes: i
     cost = sum(family.block_bytes * working[family.name] for family in families)
     per_block = sum(f.block_bytes for f in families if f.kind == "rows") * RETAINED_SHARE
     per_block += sum(f.block_bytes for f in families if f.kind != "rows" and f.is_published)
-    least = full_blocks(engine.max_model_len, engine.block_tokens)
+    least = full_blocks(reserved_tokens(engine.max_model_len, engine), engine.block_tokens)
     groups = (num_bytes - cost) // per_block if per_block else 0
     if groups * RETAINED_SHARE < least and any(family.kind == "rows" for family in families):
         needed = cost + -(-least // RETAINED_SHARE) * per_block
@@ -91,7 +96,7 @@ def capacity_of(families: Sequence[Family], engine: EngineConfig, num_blocks: Ma
 def _max_requests(family: Family, engine: EngineConfig, num_blocks: int) -> int:
     """Requests of full length that a family can hold at once, whoever of them has the tokens of a step."""
     if family.kind == "rows":
-        return num_blocks // full_blocks(engine.max_model_len, family.block_tokens)
+        return num_blocks // full_blocks(reserved_tokens(engine.max_model_len, engine), family.block_tokens)
     return (num_blocks - full_blocks(in_flight_tokens(engine), family.block_tokens)) // _decoding(family, engine)
 
 
@@ -105,4 +110,7 @@ def _working_blocks(family: Family, engine: EngineConfig) -> int:
 
 def _decoding(family: Family, engine: EngineConfig) -> int:
     """Blocks of a sliding family that one request holds while it decodes."""
-    return sliding_blocks(family.reach, 1 + engine.num_drafts, engine.max_model_len, family.block_tokens)
+    # A step verifies one draft after another and guesses as many behind them.
+    in_flight = 1 + 2 * engine.num_drafts
+    length = reserved_tokens(engine.max_model_len, engine)
+    return sliding_blocks(family.reach, in_flight, length, family.block_tokens)

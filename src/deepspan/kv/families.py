@@ -11,6 +11,7 @@ from typing import Literal
 from deepspan.config.model import OVERLAP_RATIO, ModelConfig
 
 Kind = Literal["rows", "window", "state"]
+DRAFT = "draft"  # name of the family of draft stages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +59,13 @@ class Family:
         return self.first_needed(self.block_tokens) < self.block_tokens
 
 
-def cache_families(config: ModelConfig, block_tokens: int, dtype_bytes: int, num_drafts: int = 0) -> tuple[Family, ...]:
+def cache_families(
+    config: ModelConfig, block_tokens: int, dtype_bytes: int, num_drafts: int = 0, num_stages: int = 0
+) -> tuple[Family, ...]:
     """Families of a model, window first. dtype_bytes: of rows; compressor states are fp32.
 
-    num_drafts: positions that a step may compute and take back; a state keeps that many more rows.
+    num_drafts: positions that a step may compute and take back; a state keeps that many more rows. num_stages: of a
+    drafter, whose rows are a window of their own: its queries see one position more, since they stand behind it.
     """
     layers = range(config.num_hidden_layers)
     window = Family(
@@ -100,4 +104,6 @@ def cache_families(config: ModelConfig, block_tokens: int, dtype_bytes: int, num
             row_bytes=2 * 4 * width,
         )
         families.append(state)
+    if num_stages:
+        families.append(replace(window, name=DRAFT, reach=config.sliding_window, layers=tuple(range(num_stages))))
     return tuple(families)

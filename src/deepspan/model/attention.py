@@ -68,7 +68,7 @@ class Attention(torch.nn.Module):
         q = self.wq_b(qr).unflatten(-1, (self.num_heads, self.dim))
         q = self._ops.apply_rope(self._ops.rms_norm(q, None, self._eps), cos, sin)
         # Every row of the batch is stored before any is read: rows of an image see those behind them.
-        new = self._ops.apply_rope(self.kv_norm(self.wkv(x_TD)), cos, sin)
+        new = self.new_rows(x_TD, rope)
         if cache is None or batch.caches is None:
             rows: Rows = FlatRows(rows=new, firsts=tuple(part.first for part in batch.parts))
         else:
@@ -87,6 +87,10 @@ class Attention(torch.nn.Module):
             self.attn_sink, self.dim**-0.5, meta.blocks[self.ratio],
         )  # fmt: skip
         return self._project_out(self._ops.apply_rope(out, cos, sin, inverse=True))
+
+    def new_rows(self, x_TD: Tensor, rope: BatchRope) -> Tensor:
+        """Raw rows, each key and value of all heads: [T, K]."""
+        return self._ops.apply_rope(self.kv_norm(self.wkv(x_TD)), *rope.rows(compressed=self.ratio > 0))
 
     def _select(
         self,

@@ -61,10 +61,10 @@ class Expert(torch.nn.Module):
 class MoE(torch.nn.Module):
     """Routed experts plus the shared one, summed in fp32."""
 
-    def __init__(self, config: ModelConfig, ops: OpTable, layer: int, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, ops: OpTable, dtype: torch.dtype, *, is_hash: bool) -> None:
         super().__init__()
         self._ops, self._limit = ops, config.swiglu_limit
-        self.gate = Gate(config, ops, is_hash=layer < config.num_hash_layers)
+        self.gate = Gate(config, ops, is_hash)
         self.experts = torch.nn.ModuleList(Expert(config, ops, dtype) for _ in range(config.n_routed_experts))
         self.shared_experts = Expert(config, ops, dtype)
 

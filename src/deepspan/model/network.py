@@ -14,10 +14,9 @@ from torch import Tensor
 
 from deepspan.config.model import ModelConfig
 from deepspan.core.media import TokenKind
-from deepspan.model.attention import Attention
-from deepspan.model.batch import ForwardBatch, LayerCache
+from deepspan.model.batch import ForwardBatch
+from deepspan.model.block import Block, MergesStreams
 from deepspan.model.layers import Embedding, Linear, RMSNorm, empty
-from deepspan.model.moe import MoE
 from deepspan.model.rope import BatchRope, RopeTables
 from deepspan.model.vision import Aligner, Grid, VisionTower
 from deepspan.ops.registry import OpTable
@@ -31,39 +30,7 @@ class NetworkOutput:
     streams: dict[int, Tensor]
 
 
-class Block(torch.nn.Module):
-    """One layer: attention and MoE, each between a collapse of the streams and their renewal."""
-
-    def __init__(self, config: ModelConfig, ops: OpTable, layer: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self._config, self._ops = config, ops
-        num_streams, hidden = config.hc_mult, config.hidden_size
-        num_mixes = 2 * num_streams + num_streams**2
-        self.attn_norm = RMSNorm(hidden, config.rms_norm_eps, ops, dtype=dtype)
-        self.attn = Attention(config, ops, config.compress_ratios[layer], dtype)
-        self.ffn_norm = RMSNorm(hidden, config.rms_norm_eps, ops, dtype=dtype)
-        self.ffn = MoE(config, ops, layer, dtype)
-        self.hc_attn_fn = empty(num_mixes, num_streams * hidden, dtype=torch.float32)
-        self.hc_attn_base = empty(num_mixes, dtype=torch.float32)
-        self.hc_attn_scale = empty(3, dtype=torch.float32)
-        self.hc_ffn_fn = empty(num_mixes, num_streams * hidden, dtype=torch.float32)
-        self.hc_ffn_base = empty(num_mixes, dtype=torch.float32)
-        self.hc_ffn_scale = empty(3, dtype=torch.float32)
-
-    def forward(self, streams_TnD: Tensor, batch: ForwardBatch, rope: BatchRope, cache: LayerCache | None) -> Tensor:
-        x, post, mix = self._collapse(streams_TnD, self.hc_attn_fn, self.hc_attn_base, self.hc_attn_scale)
-        streams_TnD = self._ops.hyper_post(self.attn(self.attn_norm(x), batch, rope, cache), streams_TnD, post, mix)
-        x, post, mix = self._collapse(streams_TnD, self.hc_ffn_fn, self.hc_ffn_base, self.hc_ffn_scale)
-        return self._ops.hyper_post(self.ffn(self.ffn_norm(x), batch), streams_TnD, post, mix)
-
-    def _collapse(self, streams_TnD: Tensor, fn: Tensor, base: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        config = self._config
-        return self._ops.hyper_pre(
-            streams_TnD, fn, base, scale, config.hc_sinkhorn_iters, config.rms_norm_eps, config.hc_eps
-        )
-
-
-class DeepseekV4(torch.nn.Module):
+class DeepseekV4(MergesStreams):
     """DeepSeek-V4, with its vision side if the configuration has one."""
 
     def __init__(self, config: ModelConfig, ops: OpTable, dtype: torch.dtype) -> None:
@@ -71,14 +38,15 @@ class DeepseekV4(torch.nn.Module):
         super().__init__()
         self.config, self._ops, self.dtype = config, ops, dtype
         self._rope: RopeTables | None = None
-        hidden, num_streams = config.hidden_size, config.hc_mult
+        hidden = config.hidden_size
         self.embed = Embedding(config.vocab_size, hidden, dtype=dtype)
-        self.layers = torch.nn.ModuleList(Block(config, ops, i, dtype) for i in range(config.num_hidden_layers))
+        self.layers = torch.nn.ModuleList(
+            Block(config, ops, ratio=ratio, is_hash=layer < config.num_hash_layers, dtype=dtype)
+            for layer, ratio in enumerate(config.compress_ratios)
+        )
         self.norm = RMSNorm(hidden, config.rms_norm_eps, ops, dtype=dtype)
         self.head = Linear(hidden, config.vocab_size, dtype=torch.float32)
-        self.hc_head_fn = empty(num_streams, num_streams * hidden, dtype=torch.float32)
-        self.hc_head_base = empty(num_streams, dtype=torch.float32)
-        self.hc_head_scale = empty(1, dtype=torch.float32)
+        self.add_merge(config)
         if config.vision is not None:
             self.vision = VisionTower(config.vision, ops, dtype)
             self.aligner = Aligner(config.vision, hidden, ops, dtype)
@@ -97,8 +65,8 @@ class DeepseekV4(torch.nn.Module):
 
     def forward(self, batch: ForwardBatch, stream_taps: Sequence[int] = ()) -> NetworkOutput:
         """Logits of `batch.logits_rows`, and the streams after the layers in `stream_taps`."""
-        rope = BatchRope(self._rope_tables(batch.positions.device), batch.positions)
-        rows = self._embed(batch)
+        rope = BatchRope(self.rope_tables(batch.positions.device), batch.positions)
+        rows = self.embed_rows(batch)
         streams = rows[:, None].expand(-1, self.config.hc_mult, -1)
         taps: dict[int, Tensor] = {}
         for index, layer in enumerate(self.layers):
@@ -107,13 +75,13 @@ class DeepseekV4(torch.nn.Module):
                 taps[index] = streams
         return NetworkOutput(logits=self._logits(streams[batch.logits_rows]), streams=taps)
 
-    def _rope_tables(self, device: torch.device) -> RopeTables:
+    def rope_tables(self, device: torch.device) -> RopeTables:
         """Made at the first forward pass on a device, and kept."""
         if self._rope is None or self._rope.device != device:
             self._rope = RopeTables(self.config, device)
         return self._rope
 
-    def _embed(self, batch: ForwardBatch) -> Tensor:
+    def embed_rows(self, batch: ForwardBatch) -> Tensor:
         """[T, D]. Text rows from the vocabulary, sentinels from their vectors, IMAGE rows from the encoder."""
         if not batch.has_images:
             return self.embed(batch.token_ids)
@@ -128,8 +96,4 @@ class DeepseekV4(torch.nn.Module):
         return rows
 
     def _logits(self, streams_RnD: Tensor) -> Tensor:
-        config = self.config
-        merged = self._ops.hyper_head(
-            streams_RnD, self.hc_head_fn, self.hc_head_base, self.hc_head_scale, config.rms_norm_eps, config.hc_eps
-        )
-        return self.head(self.norm(merged))
+        return self.head(self.norm(self.merge(streams_RnD, self.config, self._ops)))

@@ -3,6 +3,8 @@
 On CPU both sides are one memory. Elsewhere the host side is pinned and copied without waiting. Used by `step_builder`.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -27,6 +29,12 @@ class Buffer:
         """One row of a table."""
         if self.device is not self._staged:
             self.device[row].copy_(self._staged[row], non_blocking=True)
+
+    def fill_whole(self, values: Sequence[int]) -> Tensor:
+        """Values at the start and zeros behind: what an earlier, larger step left must not count."""
+        self.host[:] = 0
+        self.host[: len(values)] = values
+        return self.upload(len(self.host))
 
     def fill(self, values: np.ndarray) -> Tensor:
         """Write values at the start and upload them. Raises AssertionError if there are too many."""

@@ -6,6 +6,7 @@ writes. Sizes come from `kv.families`. Used by `runtime.step_builder`.
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -14,13 +15,16 @@ from torch import Tensor
 from deepspan.config.engine import EngineConfig
 from deepspan.config.model import OVERLAP_RATIO, ModelConfig
 from deepspan.core.step import NewBlocks
-from deepspan.kv.families import Family
+from deepspan.kv.families import DRAFT, Family
 from deepspan.model.batch import LayerCache
 from deepspan.runtime.buffers import Buffer
 
 
 class Caches:
-    """layers: one record per layer. tables: int64 [max_num_seqs, blocks of max_model_len], by family name."""
+    """layers, draft_layers: one record per layer of the network and of its drafter.
+
+    tables: int64 [max_num_seqs, blocks of max_model_len], by family name.
+    """
 
     def __init__(
         self,
@@ -37,13 +41,17 @@ class Caches:
         def tensor(family: str, width: int, kind: torch.dtype) -> Tensor:
             return _zeros((*sizes[family], width), kind, device)
 
+        def window(family: str) -> LayerCache:
+            rows = tensor(family, config.head_dim, dtype)
+            return LayerCache(window=rows, entries=None, state=None, index=None, index_state=None)
+
         def layer(ratio: int) -> LayerCache:
             overlap = ratio == OVERLAP_RATIO
             lanes = 4 if overlap else 2  # values and gates; with overlap of both halves
             state = tensor(f"state_{ratio}", lanes * config.head_dim, torch.float32) if ratio else None
             indexed = f"index_{ratio}" if overlap else None
-            return LayerCache(
-                window=tensor("window", config.head_dim, dtype),
+            return replace(
+                window("window"),
                 entries=tensor(f"rows_{ratio}", config.head_dim, dtype) if ratio else None,
                 state=state,
                 index=tensor(indexed, config.index_head_dim, dtype) if indexed else None,
@@ -51,6 +59,8 @@ class Caches:
             )
 
         self.layers = tuple(layer(ratio) for ratio in config.compress_ratios)
+        stages = next((len(family.layers) for family in families if family.name == DRAFT), 0)
+        self.draft_layers = tuple(window(DRAFT) for _ in range(stages))
         longest = -(-(engine.max_model_len + engine.num_drafts) // engine.block_tokens)
         self._tables = {family.name: Buffer((engine.max_num_seqs, longest), device) for family in families}
 

@@ -8,7 +8,6 @@ tokens of all others unchanged; nothing is decided here that the plan has not de
 import logging
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,28 +15,20 @@ from torch import Tensor
 
 from deepspan.config.engine import EngineConfig
 from deepspan.core.media import PreparedImage, TokenKind
-from deepspan.core.output import PromptLogprobs, TokenLogprobs
-from deepspan.core.request import Request
+from deepspan.core.output import PromptLogprobs
 from deepspan.core.step import Chunk, EncoderJob, StepPlan, StepResult
 from deepspan.errors import InputError
 from deepspan.kv.families import Family
 from deepspan.runtime.caches import Caches
+from deepspan.runtime.choosing import Chosen, RunningRow
+from deepspan.runtime.drafting import Anchor, Drafting
 from deepspan.runtime.guidance import Guide
-from deepspan.runtime.sampler import adjusted_logits, choose_token, token_logprobs
+from deepspan.runtime.sampler import token_logprobs
 from deepspan.runtime.step_builder import ChunkInput, StepBuilder
 from deepspan.runtime.visibility import check_chunk
 from deepspan.weights.load import LoadedModel
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, kw_only=True)
-class _Row:
-    """A running request, its tokens after the prompt, and where it stands in its grammar, if it has one."""
-
-    request: Request
-    generated: list[int]
-    guide: Guide | None = None
 
 
 class Runner:
@@ -58,7 +49,11 @@ class Runner:
         self._longest_span = model.config.vision.max_n_token if model.config.vision is not None else 0
         self._builder = StepBuilder(model.config, engine, families, caches, device)
         self._forbidden, self._eos = forbidden_V.to(device), eos
-        self._rows: dict[int, _Row] = {}
+        self._in_blocks = engine.draft_rule == "block"
+        self._drafting = None
+        if model.drafter is not None:
+            self._drafting = Drafting(model.drafter, model.network, model.config, engine, caches, device)
+        self._rows: dict[int, RunningRow] = {}
         self._features: dict[str, Tensor] = {}
 
     @torch.inference_mode()
@@ -75,25 +70,33 @@ class Runner:
             if chunk.request_id not in failed:
                 with _alone(chunk.request_id, failed):
                     inputs.append((chunk, self._input(chunk)))
-        tokens: dict[int, int] = {}
-        logprobs: dict[int, TokenLogprobs] = {}
+        chosen: dict[int, Chosen] = {}
         prompt_logprobs: dict[int, PromptLogprobs] = {}
         for chunk, logits in self._forward(inputs, failed):
             with _alone(chunk.request_id, failed):
                 if (prompt := self._prompt_logprobs(chunk, logits)) is not None:
                     prompt_logprobs[chunk.request_id] = prompt
                 if chunk.samples:
-                    token, about = self._sample(chunk, logits[-1])
-                    tokens[chunk.request_id] = token
-                    if about is not None:
-                        logprobs[chunk.request_id] = about
-        return StepResult(tokens=tokens, failed=failed, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+                    row = self._rows[chunk.row]
+                    drafts = row.drafts.first(chunk.num_drafts)
+                    rows = logits[len(logits) - 1 - chunk.num_drafts :]
+                    chosen[chunk.request_id] = row.choose(rows, drafts, in_blocks=self._in_blocks)
+        drafts = self._propose([chunk for chunk in plan.chunks if chunk.request_id in chosen])
+        return StepResult(
+            tokens={request_id: found.tokens for request_id, found in chosen.items()},
+            failed=failed,
+            accepted={request_id: found.num_accepted for request_id, found in chosen.items()},
+            drafts=drafts,
+            logprobs={request_id: found.logprobs for request_id, found in chosen.items() if found.logprobs},
+            prompt_logprobs=prompt_logprobs,
+        )
 
     def _begin(self, chunk: Chunk, failed: dict[int, str]) -> None:
         self._caches.update(chunk.row, chunk.blocks, begins=chunk.begins is not None)
         if chunk.begins is not None:
             request, generated = chunk.begins.request, list(chunk.begins.generated)
-            row = self._rows[chunk.row] = _Row(request=request, generated=generated)
+            row = RunningRow(request=request, generated=generated, eos=self._eos, forbidden=self._forbidden)
+            self._rows[chunk.row] = row
             with _alone(chunk.request_id, failed):
                 row.guide = Guide.of(request, generated, self._forbidden)
 
@@ -133,7 +136,7 @@ class Runner:
                 raise InputError("an image of the request could not be encoded")
         scored = min(end, len(request.token_ids) - 1)
         if request.params.prompt_logprobs is None or start >= scored:
-            wanted = range(end - 1, end) if chunk.samples else range(0)
+            wanted = range(end - 1 - chunk.num_drafts, end) if chunk.samples else range(0)
         else:
             wanted = range(start, end if chunk.samples else scored)
         return ChunkInput(
@@ -154,7 +157,11 @@ class Runner:
             return []
         counts = [len(given.wanted) for _, given in inputs]
         try:
-            logits = self._network(self._builder.build([given for _, given in inputs])).logits
+            batch = self._builder.build([given for _, given in inputs])
+            output = self._network(batch, self._drafting.taps if self._drafting is not None else ())
+            logits = output.logits
+            if self._drafting is not None:
+                self._drafting.keep_context(batch, output.streams)
         except Exception as error:
             if len(inputs) > 1:
                 log.exception("a step of %d requests failed; each runs alone now", len(inputs))
@@ -174,24 +181,27 @@ class Runner:
         found = (token_logprobs(row, token, count) for row, token in zip(logits, following, strict=False))
         return PromptLogprobs(first=chunk.start + 1, tokens=tuple(found))
 
-    def _sample(self, chunk: Chunk, logits_V: Tensor) -> tuple[int, TokenLogprobs | None]:
-        row = self._rows[chunk.row]
-        request, params = row.request, row.request.params
-        masked = logits_V.masked_fill(self._forbidden, -torch.inf)
-        allowed = row.guide.allowed_mask() if row.guide is not None else None
-        if not params.is_plain_greedy:
-            ends = {self._eos, *params.stop_token_ids}
-            adjusted = adjusted_logits(masked, params, request.token_ids, row.generated, ends, allowed)
-        else:
-            adjusted = masked
-        assert params.seed is not None or params.temperature == 0, "a sampled request has a seed"
-        stream = (params.seed or 0) + (request.choice << 64)
-        token = choose_token(adjusted, params, stream, len(row.generated))
-        row.generated.append(token)
-        if row.guide is not None:
-            row.guide.accept(token)
-        about = token_logprobs(masked, token, params.logprobs) if params.logprobs is not None else None
-        return token, about
+    def _propose(self, chunks: Sequence[Chunk]) -> dict[int, tuple[int, ...]]:
+        """Guesses for what comes next, by request id; none where the drafter fails, which costs time alone."""
+        if self._drafting is None:
+            return {}
+        anchors, ids = [], []
+        for chunk in chunks:
+            row = self._rows[chunk.row]
+            left = row.request.params.max_tokens - len(row.generated) - 1
+            if not row.is_over and (count := min(chunk.wanted_drafts, left)) > 0:
+                # The newest token stands behind those that were computed and kept.
+                position = len(row.request.token_ids) + len(row.generated) - 1
+                anchors.append(Anchor(row=row, place=chunk.row, position=position, count=count))
+                ids.append(chunk.request_id)
+        try:
+            found = self._drafting.propose(anchors)
+        except Exception:
+            log.exception("drafting for %d requests failed; they go on without", len(anchors))
+            return {}
+        for anchor, drafts in zip(anchors, found, strict=True):
+            anchor.row.drafts = drafts
+        return {request_id: drafts.tokens for request_id, drafts in zip(ids, found, strict=True) if drafts.tokens}
 
 
 @contextmanager

@@ -6,6 +6,7 @@ Called by `runtime.runner`.
 """
 
 from collections.abc import Collection, Sequence
+from enum import IntEnum
 
 import numpy as np
 import torch
@@ -14,6 +15,14 @@ from torch import Tensor
 from deepspan.core.output import TokenLogprobs
 from deepspan.core.sampling import SamplingParams
 from deepspan.errors import InputError
+
+
+class Purpose(IntEnum):
+    """What a random number decides. A token that is not drafted takes TOKEN alone, with drafting on or off."""
+
+    TOKEN = 0
+    ACCEPT = 1
+    DRAFT = 2
 
 
 def choose_token(logits_V: Tensor, params: SamplingParams, seed: int, num_generated: int) -> int:
@@ -104,6 +113,10 @@ def token_distribution(logits_V: Tensor, params: SamplingParams) -> tuple[Tensor
     return probs, ids
 
 
-def uniform(seed: int, index: int) -> float:
-    """The `index`-th number of a request's stream, uniform on [0, 1)."""
-    return float(np.random.Generator(np.random.Philox(key=seed, counter=(0, 0, 0, index))).random())
+def uniform(seed: int, index: int, purpose: Purpose = Purpose.TOKEN, step: int = 0) -> float:
+    """The `index`-th number of a request's stream, uniform on [0, 1).
+
+    purpose: what it decides; no two purposes share a number. step: where one index is decided upon more than once, what
+    tells the times apart.
+    """
+    return float(np.random.Generator(np.random.Philox(key=seed, counter=(0, step, purpose, index))).random())

@@ -75,8 +75,8 @@ class StepBuilder:
             tables=self._caches.tables,
             places=tuple(chunk.row for chunk in chunks),
             window_slots=self._fill("window", self._slots(self._families["window"], chunks, positions)),
-            seqused=self._fill_whole("seqused", [part.end - part.start for part in parts]),
-            start_pos=self._fill_whole("start_pos", [part.start for part in parts]),
+            seqused=self._buffers["seqused"].fill_whole([part.end - part.start for part in parts]),
+            start_pos=self._buffers["start_pos"].fill_whole([part.start for part in parts]),
         )
         return replace(batch, attention=replace(batch.attention, compressed=compressed), caches=caches)
 
@@ -122,10 +122,3 @@ class StepBuilder:
 
     def _fill(self, name: str, values: np.ndarray) -> Tensor:
         return self._buffers[name].fill(values)
-
-    def _fill_whole(self, name: str, values: Sequence[int]) -> Tensor:
-        """Values at the start and zeros behind: what an earlier, larger step left must not count."""
-        buffer = self._buffers[name]
-        buffer.host[:] = 0
-        buffer.host[: len(values)] = values
-        return buffer.upload(len(buffer.host))

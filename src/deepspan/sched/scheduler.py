@@ -14,7 +14,7 @@ from deepspan.config.engine import EngineConfig
 from deepspan.core.request import Request
 from deepspan.core.step import Begin, Chunk, EncoderJob, NewBlocks, StepPlan, StepResult
 from deepspan.errors import InputError
-from deepspan.kv.capacity import in_flight_tokens, request_blocks
+from deepspan.kv.capacity import in_flight_tokens, request_blocks, reserved_tokens
 from deepspan.kv.encoder_cache import EncoderCache
 from deepspan.kv.keys import KeyChain
 from deepspan.kv.manager import CacheManager
@@ -23,9 +23,10 @@ from deepspan.sched.sequence import Sequence
 
 @dataclass(slots=True)
 class _Step:
-    """A plan in the making. prompt_budget: tokens left for what is not a decode."""
+    """A plan in the making. prompt_budget: tokens left for what is no decode. wanted_drafts: of each that samples."""
 
     prompt_budget: int
+    wanted_drafts: int = 0
     chunks: list[Chunk] = field(default_factory=list)
     jobs: list[EncoderJob] = field(default_factory=list)
     preempted: list[int] = field(default_factory=list)
@@ -62,8 +63,18 @@ class Scheduler:
         """Progress of a request that has not ended. Raises KeyError."""
         return self._sequences[request_id]
 
-    def add(self, request_id: int, request: Request, *, priority: int = 0, after: int | None = None) -> None:
+    def add(
+        self,
+        request_id: int,
+        request: Request,
+        *,
+        priority: int = 0,
+        after: int | None = None,
+        is_drafted: bool = True,
+    ) -> None:
         """Queue a request. priority: lower is served first. after: request whose prompt this one shares.
+
+        is_drafted: whether its next tokens may be guessed.
 
         Raises InputError with the numbers if it could not be served even alone.
         """
@@ -76,6 +87,7 @@ class Scheduler:
             order=(priority, self._num_arrived),
             token_ids=tokens,
             after=after,
+            is_drafted=is_drafted,
         )
         self._num_arrived += 1
         chain = KeyChain(tokens, request.spans, request.images, self._cache.block_tokens, request.cache_salt)
@@ -83,10 +95,14 @@ class Scheduler:
         self._sequences[request_id] = sequence
         self._queue(sequence)
 
-    def plan(self) -> StepPlan | None:
-        """What the next step computes; None if there is nothing to do."""
+    def plan(self, wanted_drafts: int = 0) -> StepPlan | None:
+        """What the next step computes; None if there is nothing to do.
+
+        wanted_drafts: tokens to guess behind those that the step chooses, at most `num_drafts` of the engine.
+        """
+        assert wanted_drafts <= self._engine.num_drafts, "room is reserved for num_drafts"
         decodes = sum(sequence.is_decoding for sequence in self._running)
-        step = _Step(self._engine.max_batched_tokens - decodes * (1 + self._engine.num_drafts))
+        step = _Step(self._engine.max_batched_tokens - decodes * (1 + self._engine.num_drafts), wanted_drafts)
         for sequence in sorted(self._running, key=lambda one: one.order):
             if sequence.row is not None:  # not preempted by one before it
                 self._continue(sequence, step)
@@ -116,8 +132,12 @@ class Scheduler:
                 continue
             sequence.num_computed = chunk.end
             if chunk.samples:
-                sequence.token_ids.append(result.tokens[chunk.request_id])
-            self._cache.commit(chunk.request_id, chunk.end)
+                tokens = result.tokens[chunk.request_id]
+                # Rows of drafts that were not taken count as never computed: they will be overwritten.
+                sequence.num_computed += len(tokens) - 1 - chunk.num_drafts
+                sequence.token_ids += tokens
+                sequence.drafts = tuple(result.drafts.get(chunk.request_id, ()))
+            self._cache.commit(chunk.request_id, sequence.num_computed)
             self._drop_images(sequence)
             if chunk.request_id in finished:
                 self._end(sequence)
@@ -155,7 +175,8 @@ class Scheduler:
                 f"max_model_len {self._engine.max_model_len}"
             )
         for family in self._cache.families:
-            needed = request_blocks(family, length, in_flight_tokens(self._engine))
+            reserved = reserved_tokens(length, self._engine)
+            needed = request_blocks(family, reserved, in_flight_tokens(self._engine))
             there = self._cache.pools[family.name].num_blocks
             if needed > there:
                 raise InputError(f"the request needs {needed} blocks of the {family.name} cache, which has {there}")
@@ -215,7 +236,7 @@ class Scheduler:
     def _chunk_end(self, sequence: Sequence, start: int, step: _Step) -> int:
         """End of a chunk within the budgets of tokens and of encoder rows."""
         if sequence.is_decoding:
-            return start + 1
+            return start + 1 + len(sequence.usable_drafts)
         soft = self._engine.chunk_tokens or step.prompt_budget
         if step.prompt_budget <= 0:
             return start
@@ -247,16 +268,20 @@ class Scheduler:
         begins: Begin | None = None,
     ) -> None:
         assert sequence.row is not None, "only running requests are scheduled"
+        drafts = sequence.usable_drafts if sequence.is_decoding else ()
         if not sequence.is_decoding:
             step.prompt_budget -= end - start
+        samples = end - len(drafts) == len(sequence.token_ids)
         step.chunks.append(
             Chunk(
                 request_id=sequence.request_id,
                 row=sequence.row,
                 start=start,
                 end=end,
-                token_ids=sequence.token_ids[start:end],
-                samples=end == len(sequence.token_ids),
+                token_ids=[*sequence.token_ids[start:end], *drafts],
+                samples=samples,
+                num_drafts=len(drafts),
+                wanted_drafts=step.wanted_drafts if samples and sequence.is_drafted else 0,
                 blocks=blocks,
                 begins=begins,
             )
@@ -269,7 +294,7 @@ class Scheduler:
         self._free_rows.append(sequence.row)
         self._cache.release(sequence.request_id)
         self._drop_all_images(sequence)
-        sequence.row, sequence.num_computed = None, 0
+        sequence.row, sequence.num_computed, sequence.drafts = None, 0, ()
         self._queue(sequence)
         step.preempted.append(sequence.request_id)
         self.num_preemptions += 1

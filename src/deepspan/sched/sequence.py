@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from deepspan.core.request import Request
 
+Tokens = tuple[int, ...]
 Order = tuple[int, int]  # priority, then arrival: the lowest is served first
 
 
@@ -17,7 +18,8 @@ class Sequence:
 
     num_computed: tokens whose cache rows exist. num_cached: of the prompt's, those found at first admission, None
     before it. row: of the runtime's buffers, None while waiting. after: id of a request whose prompt must be computed
-    first, so that this one can share it. held: digests of images that are kept for it.
+    first, so that this one can share it. held: digests of images that are kept for it. drafts: guesses for the tokens
+    behind the last one. is_drafted: whether there may be any.
     """
 
     request_id: int
@@ -29,6 +31,8 @@ class Sequence:
     num_cached: int | None = None
     row: int | None = None
     held: set[str] = field(default_factory=set)
+    drafts: Tokens = ()
+    is_drafted: bool = True
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -38,6 +42,12 @@ class Sequence:
     def is_decoding(self) -> bool:
         """Whether only the last generated token is left to compute."""
         return self.num_computed == len(self.token_ids) - 1 >= self.num_prompt_tokens
+
+    @property
+    def usable_drafts(self) -> Tokens:
+        """Drafts that can still become part of the output: one token always comes behind them."""
+        left = self.request.params.max_tokens - (len(self.token_ids) - self.num_prompt_tokens)
+        return self.drafts[: max(0, left - 1)]
 
     def chunk_end(self, start: int, most: int, soft: int) -> int:
         """End of the chunk from `start`: at most `soft` tokens, but an image is taken whole if it is within `most`.

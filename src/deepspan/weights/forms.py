@@ -9,7 +9,7 @@ Shapes: N outputs, K inputs of a layer.
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from deepspan.config.model import ModelConfig
@@ -95,7 +95,8 @@ def find_forms(
     if description is None:
         _check_expert_dtype(found, config.quantisation.expert_dtype)
     else:
-        _check_description(description, table, found, config)
+        _check_description(description, found)
+        _check_rotation(description, [name for name in table if name not in left_out])
     _check_agreement(table, places, found)
     expanded, dropped = dict(table), dict(left_out)
     for module, form in found.items():
@@ -265,9 +266,7 @@ def _check_coverage(description: Description, places: Mapping[str, Place], confi
         raise WeightsError(f"{undescribed[0]} ({len(undescribed)} in all) is not described by {DESCRIPTION_FILE}")
 
 
-def _check_description(
-    description: Description, table: Table, found: Mapping[str, Format], config: ModelConfig
-) -> None:
+def _check_description(description: Description, found: Mapping[str, Format]) -> None:
     """Schemes stand only where they mean something, and a weight and its companions have the same."""
     labels = description.labels
     for name, label in labels.items():
@@ -278,15 +277,19 @@ def _check_description(
                 raise WeightsError(f"{DESCRIPTION_FILE} says {labels[weight]} of {weight} and {label} of {name}")
         elif label != scheme.FLOAT and (last != "weight" or module not in found):
             raise WeightsError(f"{DESCRIPTION_FILE} says {label} of {name}; expected {scheme.FLOAT} there")
-    if description.is_rotated:
-        # Text alone does not notice: norms, and with them the parallel streams, do not change under a rotation.
-        outside = "vision tensors" if config.vision is not None else "draft stages"
-        if config.vision is not None or any(name.startswith("mtp.") for name in table):
+
+
+def _check_rotation(description: Description, loaded: Sequence[str]) -> None:
+    """Text alone does not notice: norms, and with them the parallel streams, do not change under a rotation."""
+    if not description.is_rotated:
+        return
+    for kind, first in (("vision tensors", "vision."), ("draft stages", "mtp.")):
+        if any(name.startswith(first) for name in loaded):
             raise WeightsError(
-                f"{DESCRIPTION_FILE} declares a rotation (optional.quarot); whether the {outside} are rotated too is "
-                "not said anywhere, so they cannot be served"
+                f"{DESCRIPTION_FILE} declares a rotation (optional.quarot); whether the {kind} are rotated too is not "
+                "said anywhere, so they cannot be served"
             )
-        log.info("the residual stream of the checkpoint is rotated, which changes nothing for text")
+    log.info("the residual stream of the checkpoint is rotated, which changes nothing for text")
 
 
 def _said(form: Format | None) -> str:

@@ -16,6 +16,7 @@ import torch
 
 from deepspan.config.model import ModelConfig, load_model_config
 from deepspan.errors import WeightsError
+from deepspan.model.drafter import DSpark
 from deepspan.model.network import DeepseekV4
 from deepspan.ops.registry import OpTable, reference_ops
 from deepspan.weights.checkpoint import Checkpoint, StoredTensor
@@ -35,11 +36,15 @@ Progress = Callable[[int, int], None]  # tensors done, tensors in all
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """network: parameters filled, gradients off. left_out: original name -> why it was not loaded."""
+    """network, drafter: parameters filled, gradients off. left_out: original name -> why it was not loaded.
+
+    drafter: None if there are no draft stages, or they were not asked for.
+    """
 
     config: ModelConfig
     network: DeepseekV4
     left_out: dict[str, str]
+    drafter: DSpark | None = None
 
 
 def load_model(
@@ -48,18 +53,19 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     ops: OpTable | None = None,
+    drafts: DraftKind | None = None,
     progress: Progress | None = None,
 ) -> LoadedModel:
     """Read `config.json` and the weights of a checkpoint folder.
 
-    dtype: of activations and large matrices; ops: reference ops if None.
+    dtype: of activations and large matrices; ops: reference ops if None. drafts: kind of draft stages to load as well.
     Raises ConfigError or WeightsError naming the field, file or tensors at fault.
     """
     config = load_model_config(folder)
     checkpoint = Checkpoint(folder)
     description = read_description(checkpoint.folder, config.num_hidden_layers)
     places = canonical_scales(checkpoint, _place_all(checkpoint, config, described=description is not None))
-    table, left_out = _expected(config, places)
+    table, left_out = _expected(config, places, drafts)
     forms = find_forms(checkpoint, table, places, left_out, config, description)
     table, left_out = forms.table, dict(forms.left_out)
     _check(checkpoint, table, places, config.n_routed_experts)
@@ -67,10 +73,12 @@ def load_model(
     ops = ops or reference_ops()
     with torch.device("meta"):
         network = DeepseekV4(config, ops, dtype)
+        drafter = DSpark(config, ops, num_stages(places), dtype) if drafts is DraftKind.DSPARK else None
+    parts: list[torch.nn.Module] = [network, *([drafter] if drafter is not None else [])]
     reader = PackedReader(checkpoint, places, forms)
     reader.check_left_out()
-    reader.install(network, ops)
-    target = network.state_dict()
+    reader.install(parts, ops)
+    target = {name: value for part in parts for name, value in part.state_dict().items()}
     wanted = [name for name in table if name not in left_out]
     assert set(wanted) == set(target), sorted(set(wanted) ^ set(target))[:MAX_NAMES_IN_MESSAGE]
     state: dict[str, torch.Tensor] = {}
@@ -81,10 +89,20 @@ def load_model(
         state[name] = stored.to(device=device, dtype=target[name].dtype)
         if progress is not None:
             progress(done, len(wanted))
-    network.load_state_dict(state, assign=True)
+    for part in parts:
+        part.load_state_dict({name: state[name] for name in part.state_dict()}, assign=True)
+        part.requires_grad_(False).eval()
     for name, reason in sorted(left_out.items()):
         log.info("tensor %s is not loaded: %s", name, reason)
-    return LoadedModel(config=config, network=network.requires_grad_(False).eval(), left_out=left_out)
+    return LoadedModel(config=config, network=network, left_out=left_out, drafter=drafter)
+
+
+def num_stages(names: Iterable[str]) -> int:
+    """Draft stages of a checkpoint, counted from its names, never read from a field. Raises WeightsError for gaps."""
+    stages = {int(match[1]) for name in names if (match := re.match(r"mtp\.(\d+)\.", name))}
+    if stages != set(range(len(stages))):
+        raise WeightsError(f"draft stages must be numbered from 0 without gaps, found mtp.{sorted(stages)}")
+    return len(stages)
 
 
 def _place_all(checkpoint: Checkpoint, config: ModelConfig, *, described: bool) -> dict[str, Place]:
@@ -127,19 +145,22 @@ def _strip_vision_prefix(key: str) -> str:
     return re.sub(r"^model\.(?=(vision|aligner)\.|image_)", "", key)
 
 
-def _expected(config: ModelConfig, names: Iterable[str]) -> tuple[Table, dict[str, str]]:
-    """What must be there, and which of it is not loaded. Draft stages are counted from names, never from a field."""
+def _expected(config: ModelConfig, names: Iterable[str], drafts: DraftKind | None) -> tuple[Table, dict[str, str]]:
+    """What must be there, and which of it is not loaded."""
     table = backbone_tensors(config)
     left_out = {name: spec.unused for name, spec in table.items() if spec.unused}
-    stages = {int(match[1]) for name in names if (match := re.match(r"mtp\.(\d+)\.", name))}
+    stages = num_stages(names)
+    if not stages and drafts is not None:
+        raise WeightsError(f"{drafts.value} drafting was asked for, and the checkpoint has no draft stages (mtp.*)")
     if stages:
-        if stages != set(range(len(stages))):
-            raise WeightsError(f"draft stages must be numbered from 0 without gaps, found mtp.{sorted(stages)}")
         kind = DraftKind.MTP if "mtp.0.e_proj.weight" in names else DraftKind.DSPARK
         if kind is DraftKind.DSPARK and config.draft is None:
             raise WeightsError("the checkpoint has DSpark draft stages (mtp.*), config.json has no dspark_block_size")
-        draft = draft_tensors(config, len(stages), kind)
-        left_out |= dict.fromkeys(draft, "draft stages are not served yet")
+        draft = draft_tensors(config, stages, kind)
+        if drafts is None:
+            left_out |= dict.fromkeys(draft, "drafting is off")
+        elif drafts is not kind:
+            raise WeightsError(f"{drafts.value} drafting was asked for, the checkpoint's draft stages are {kind.value}")
         table |= draft
     return table, left_out
 

@@ -4,7 +4,7 @@ Invariants: weights and one-byte scales are never copied on the way (the file st
 number never reaches the network. Called by `weights.load`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -27,13 +27,14 @@ class PackedReader:
     def __init__(self, checkpoint: Checkpoint, places: Mapping[str, Place], forms: Forms) -> None:
         self._checkpoint, self._places, self._forms = checkpoint, places, forms
 
-    def install(self, network: nn.Module, ops: OpTable) -> None:
-        """Put packed layers in the place of plain ones, on the meta device."""
+    def install(self, parts: Sequence[nn.Module], ops: OpTable) -> None:
+        """Put packed layers in the place of plain ones, on the meta device. parts: what together has every module."""
+        owners = {name: module for part in parts for name, module in part.named_modules()}
         for module, form in self._forms.formats.items():
             if f"{module}.weight" in self._forms.left_out:
                 continue
             parent, _, name = module.rpartition(".")
-            owner = network.get_submodule(parent)
+            owner = owners[parent]
             dtype = getattr(owner, name).weight.dtype
             names = ("weight", *(STATIC_PARAMETERS if form is Format.INT8_STATIC else (scale_name(form),)))
             tensors = {last: self._empty(f"{module}.{last}", form) for last in names}
