@@ -225,7 +225,7 @@ def test_checkpoint_with_a_shard_of_another_release_is_refused_by_its_tensors(sh
 
 def test_checkpoint_with_many_problems_names_the_first_and_counts_the_rest(sharded):
     _write_index(sharded, PLACES | {f"t{number}": SHARDS[0] for number in range(20)})
-    with pytest.raises(WeightsError, match="tensor t7 .*; and 12 problems more$"):
+    with pytest.raises(WeightsError, match=r"tensor t7 .*; and 12 problems more$"):
         Checkpoint(sharded)
 
 

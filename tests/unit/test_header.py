@@ -1,4 +1,4 @@
-"""Headers of safetensors files: what is read of right ones, and a message with file, tensor and both sides for all else."""
+"""Headers of safetensors files: what is read of right ones, and what is said of all others."""
 
 import json
 import random

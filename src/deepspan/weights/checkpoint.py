@@ -1,7 +1,7 @@
 """A checkpoint folder: which safetensors files it has, which tensors they hold, and lazy access to each.
 
-Files are memory-mapped; nothing is read before it is asked for. Invariant: no tensor can be asked for before the headers
-of all files were found right and in agreement (`weights.folder`). Used by `weights.load`.
+Files are memory-mapped; nothing is read before it is asked for. Invariant: no tensor can be asked for before the
+headers of all files were found right and in agreement (`weights.folder`). Used by `weights.load`.
 """
 
 from pathlib import Path

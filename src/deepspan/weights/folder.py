@@ -1,8 +1,8 @@
-"""The files of a checkpoint folder, by their headers: index, shards, tensors, and everything that does not fit together.
+"""The files of a checkpoint folder, by their headers: index, shards, tensors, and all that does not fit together.
 
-Works on a folder that is still being downloaded: what is there is read, what is missing is a problem. Invariant: a folder
-without problems has every stored name in exactly one complete file, and an index that agrees. Data is never read, torch
-never imported. Used by `weights.checkpoint` to load and by `weights.inventory` to look.
+Works on a folder that is still being downloaded: what is there is read, what is missing is a problem. Invariant: a
+folder without problems has every stored name in exactly one complete file, and an index that agrees. Data is never
+read, torch never imported. Used by `weights.checkpoint` to load and by `weights.inventory` to look.
 """
 
 import json
@@ -26,21 +26,31 @@ _NUMBERED = re.compile(r"(.+)-(\d{5,})-of-(\d{5,})\.safetensors")
 _UNFINISHED = (".incomplete", ".part", ".partial", ".crdownload", ".aria2", ".tmp", ".download")
 
 
-class Headers:
-    """Headers of all files of a folder. Iterates over the stored names.
+class StoredTensors:
+    """Headers of stored tensors, by stored name, over which it iterates. folder: where the checkpoint is."""
+
+    def __init__(self, folder: Path, tensors: dict[str, StoredTensor]) -> None:
+        self.folder, self.tensors = folder, tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+
+class Headers(StoredTensors):
+    """Headers of all files of a folder.
 
     tensors: stored name -> header, of files that are there. index: stored name -> file name, or None for a folder
     without one. files: those that belong to the checkpoint; missing: those of them that are not there.
     problems: a message each, naming file and tensor. extras: files that nothing names; they are not read.
-    total_size: bytes of all data as the index states them, which nothing relies on.
+    described: whether it is an export with a description. total_size: bytes of all data as the index states them,
+    which nothing relies on.
     """
 
     def __init__(self, folder: str | Path) -> None:
         """Never raises for what is wrong with the files; `require` does."""
-        self.folder = Path(folder)
-        self.tensors: dict[str, StoredTensor] = {}
+        super().__init__(Path(folder), {})
         self.problems: list[str] = []
-        described = (self.folder / DESCRIPTION_FILE).exists()
+        self.described = described = (self.folder / DESCRIPTION_FILE).exists()
         # An export keeps the index of its source beside its own: that one is stale.
         self.index_file = f"{DESCRIBED_STEM}.safetensors.index.json" if described else INDEX_FILE
         self.total_size: int | None = None
@@ -54,9 +64,6 @@ class Headers:
             if file not in self.missing:
                 self._read(file)
         self._compare_with_index()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.tensors)
 
     def require(self) -> None:
         """Raises WeightsError with the first problems, if there are any; warns of files that nothing names."""

@@ -17,8 +17,8 @@ from deepspan.config.quantisation import FP8_METHOD
 from deepspan.errors import WeightsError
 from deepspan.ops.formats import FP4_GROUP, FP8_BLOCK, Format
 from deepspan.weights import description as scheme
-from deepspan.weights.checkpoint import DESCRIPTION_FILE, Checkpoint
 from deepspan.weights.description import Description
+from deepspan.weights.folder import DESCRIPTION_FILE, StoredTensors
 from deepspan.weights.names import Place
 from deepspan.weights.table import Storage, Table, TensorSpec
 
@@ -54,7 +54,7 @@ class Forms:
     decoded: frozenset[str]
 
 
-def canonical_scales(checkpoint: Checkpoint, places: Mapping[str, Place]) -> dict[str, Place]:
+def canonical_scales(checkpoint: StoredTensors, places: Mapping[str, Place]) -> dict[str, Place]:
     """Block scales under one name, `X.scale`; files also say `weight_scale_inv` or (some exports) `weight_scale`."""
     result = dict(places)
     for name, place in places.items():
@@ -74,7 +74,7 @@ def canonical_scales(checkpoint: Checkpoint, places: Mapping[str, Place]) -> dic
 
 
 def find_forms(
-    checkpoint: Checkpoint,
+    checkpoint: StoredTensors,
     table: Table,
     places: Mapping[str, Place],
     left_out: Mapping[str, str],
@@ -117,7 +117,7 @@ def find_forms(
 
 @dataclass(frozen=True, slots=True)
 class _Finder:
-    checkpoint: Checkpoint
+    checkpoint: StoredTensors
     places: Mapping[str, Place]
     description: Description | None
 

@@ -50,30 +50,17 @@ class Header:
     problems: tuple[str, ...] = ()
 
 
+class _FaultError(Exception):
+    """What is wrong with a file or an entry; the message is for the user."""
+
+
 def read_header(file: Path) -> Header:
     """Header of a file, read as far as it can be. Never raises: whatever is wrong is a problem that names the file."""
     try:
-        size = file.stat().st_size
-        if not file.is_file():
-            return _broken(file, "expected a file, found a folder")
-        with file.open("rb") as stream:
-            start = stream.read(START_BYTES)
-            if problem := _foreign(file, start, size):
-                return Header(problems=(problem,))
-            length = int.from_bytes(start[:LENGTH_BYTES], "little")
-            stream.seek(LENGTH_BYTES)
-            text = stream.read(length)
-    except FileNotFoundError:
-        return Header(problems=(f"{file.name} is missing from {file.parent}",))
-    except OSError as error:
-        return Header(problems=(f"{file.name} cannot be read: {error.strerror}",))
-    try:
-        entries = json.loads(text.decode("utf-8"), object_pairs_hook=_no_name_twice)
-    except (ValueError, RecursionError) as error:
-        return _broken(file, f"its header cannot be read: {error}")
-    if not isinstance(entries, dict):
-        return _broken(file, f"its header holds {type(entries).__name__}, expected an object")
-    return _described(file, entries, num_data_bytes=size - LENGTH_BYTES - length)
+        entries, num_data_bytes = _read_entries(file)
+    except _FaultError as fault:
+        return Header(problems=(str(fault),))
+    return _described(file, entries, num_data_bytes)
 
 
 def lfs_problem(name: str, start: bytes) -> str | None:
@@ -86,27 +73,50 @@ def lfs_problem(name: str, start: bytes) -> str | None:
     )
 
 
-def _broken(file: Path, why: str) -> Header:
-    return Header(problems=(f"{file.name} is not a complete safetensors file: {why}",))
+def _read_entries(file: Path) -> tuple[dict[str, Any], int]:
+    """The JSON object of the header, and how many bytes the file has behind it."""
+    broken = f"{file.name} is not a complete safetensors file"
+    try:
+        size = file.stat().st_size
+        if not file.is_file():
+            raise _FaultError(f"{broken}: expected a file, found a folder")
+        with file.open("rb") as stream:
+            start = stream.read(START_BYTES)
+            if problem := lfs_problem(file.name, start):
+                raise _FaultError(problem)
+            try:
+                length = _header_length(start, size)
+            except _FaultError as fault:
+                raise _FaultError(f"{broken}: {fault}") from None
+            stream.seek(LENGTH_BYTES)
+            text = stream.read(length)
+    except FileNotFoundError:
+        raise _FaultError(f"{file.name} is missing from {file.parent}") from None
+    except OSError as error:
+        raise _FaultError(f"{file.name} cannot be read: {error.strerror}") from None
+    try:
+        entries = json.loads(text.decode("utf-8"), object_pairs_hook=_no_name_twice)
+    except (ValueError, RecursionError) as error:
+        raise _FaultError(f"{broken}: its header cannot be read: {error}") from None
+    if not isinstance(entries, dict):
+        raise _FaultError(f"{broken}: its header holds {type(entries).__name__}, expected an object")
+    return entries, size - LENGTH_BYTES - length
 
 
-def _foreign(file: Path, start: bytes, size: int) -> str | None:
-    """Message if a file is something else, or ends before its header does."""
-    if problem := lfs_problem(file.name, start):
-        return problem
-    broken = f"{file.name} is not a complete safetensors file: "
+def _header_length(start: bytes, size: int) -> int:
+    """start: first bytes of a file of `size` bytes."""
     if size < LENGTH_BYTES:
-        return f"{broken}it has {size} bytes, expected at least {LENGTH_BYTES}"
+        raise _FaultError(f"it has {size} bytes, expected at least {LENGTH_BYTES}")
     if not any(start):
-        return f"{broken}it begins with zeros, as a file does whose download has only reserved its place"
+        raise _FaultError("it begins with zeros, as a file does whose download has only reserved its place")
     length = int.from_bytes(start[:LENGTH_BYTES], "little")
     if length <= min(size - LENGTH_BYTES, MAX_HEADER_BYTES):
-        return None
+        return length
     if start.lstrip()[:1] == b"<":  # asked only now: "<" is a length that a small header may well have
-        return f"{broken}it is a web page, probably the answer to a download that failed"
+        raise _FaultError("it is a web page, probably the answer to a download that failed")
     if length > MAX_HEADER_BYTES:
-        return f"{broken}it begins with a header length of {length:,} bytes, expected at most {MAX_HEADER_BYTES:,}"
-    return f"{broken}its header takes {length:,} bytes, the file has {size:,} in all"
+        raise _FaultError(f"it begins with a header length of {length:,} bytes, expected at most {MAX_HEADER_BYTES:,}")
+    raise _FaultError(f"its header takes {length:,} bytes, the file has {size:,} in all")
 
 
 def _no_name_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -129,13 +139,12 @@ def _described(file: Path, entries: dict[str, Any], num_data_bytes: int) -> Head
     tensors: dict[str, StoredTensor] = {}
     ranges: list[tuple[int, int, str]] = []
     for name, entry in entries.items():
-        if problem := _entry_problem(entry):
-            problems.append(f"tensor {name} of {file.name}: {problem}")
-            continue
-        stored = StoredTensor(file=file, shape=tuple(entry["shape"]), dtype=entry["dtype"])
-        begin, end = entry["data_offsets"]
-        tensors[name] = stored
-        ranges.append((begin, end, name))
+        try:
+            tensors[name] = _stored(file, entry)
+        except _FaultError as fault:
+            problems.append(f"tensor {name} of {file.name}: {fault}")
+        else:
+            ranges.append((*entry["data_offsets"], name))
     ranges.sort()
     tensors = {name: tensors[name] for _, _, name in ranges}
     if len(tensors) == len(entries):  # otherwise the rest would be named as holes
@@ -145,23 +154,24 @@ def _described(file: Path, entries: dict[str, Any], num_data_bytes: int) -> Head
     return Header(tensors=tensors, problems=tuple(problems))
 
 
-def _entry_problem(entry: Any) -> str | None:
-    """Message if one entry of a header does not describe a tensor."""
+def _stored(file: Path, entry: Any) -> StoredTensor:
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= set(entry):
-        return f"expected dtype, shape and data_offsets, found {_short(entry)}"
+        raise _FaultError(f"expected dtype, shape and data_offsets, found {_short(entry)}")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        return f"unknown dtype {_short(dtype)}, expected one of {', '.join(DTYPE_BITS)}"
+        raise _FaultError(f"unknown dtype {_short(dtype)}, expected one of {', '.join(DTYPE_BITS)}")
     if not _are_sizes(shape):
-        return f"shape must be a list of sizes, found {_short(shape)}"
+        raise _FaultError(f"shape must be a list of sizes, found {_short(shape)}")
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        return f"data_offsets must be a begin and an end, found {_short(offsets)}"
+        raise _FaultError(f"data_offsets must be a begin and an end, found {_short(offsets)}")
     bits, found = math.prod(shape) * DTYPE_BITS[dtype], offsets[1] - offsets[0]
     if bits % 8:
-        return f"{dtype} of shape {shape} takes {bits} bits, expected whole bytes"
+        raise _FaultError(f"{dtype} of shape {shape} takes {bits} bits, expected whole bytes")
     if bits != 8 * found:
-        return f"{dtype} of shape {shape} takes {bits // 8:,} bytes, its data_offsets {offsets} span {found:,}"
-    return None
+        raise _FaultError(
+            f"{dtype} of shape {shape} takes {bits // 8:,} bytes, its data_offsets {offsets} span {found:,}"
+        )
+    return StoredTensor(file=file, shape=tuple(shape), dtype=dtype)
 
 
 def _range_problems(file: Path, ranges: Iterable[tuple[int, int, str]], num_data_bytes: int) -> list[str]:

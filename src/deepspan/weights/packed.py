@@ -14,6 +14,7 @@ from deepspan.model.packed_linear import STATIC_PARAMETERS, PackedLinear, scale_
 from deepspan.ops.formats import E8M0_NAN, Format
 from deepspan.ops.registry import OpTable
 from deepspan.weights.checkpoint import Checkpoint
+from deepspan.weights.folder import StoredTensors
 from deepspan.weights.forms import E8M0, Forms
 from deepspan.weights.names import Place
 
@@ -21,24 +22,43 @@ _KEPT_WEIGHTS = {Format.FP8: torch.float8_e4m3fn}  # all others are int8
 _SCALES = ("scale", "weight_scale", "input_scale", "deq_scale")
 
 
+def install_packed(
+    parts: Sequence[nn.Module], ops: OpTable, stored: StoredTensors, places: Mapping[str, Place], forms: Forms
+) -> None:
+    """Put packed layers in the place of plain ones, on the meta device. parts: what together has every module."""
+    owners = {name: module for part in parts for name, module in part.named_modules()}
+    for module, form in forms.formats.items():
+        if f"{module}.weight" in forms.left_out:
+            continue
+        parent, _, name = module.rpartition(".")
+        owner = owners[parent]
+        dtype = getattr(owner, name).weight.dtype
+        names = ("weight", *(STATIC_PARAMETERS if form is Format.INT8_STATIC else (scale_name(form),)))
+        tensors = {
+            last: torch.empty(
+                forms.table[f"{module}.{last}"].shape,
+                dtype=_kept_dtype(last, form, stored.tensors[places[f"{module}.{last}"].key].dtype),
+                device="meta",
+            )
+            for last in names
+        }
+        setattr(owner, name, PackedLinear(form, tensors, ops, dtype=dtype))
+
+
+def _kept_dtype(last: str, form: Format, stored: str) -> torch.dtype:
+    """stored: safetensors' name of the dtype in the file."""
+    if last == "weight":
+        return _KEPT_WEIGHTS.get(form, torch.int8)
+    if last == "quant_bias":
+        return torch.int32
+    return torch.float8_e8m0fnu if stored in (E8M0, "U8") else torch.float32
+
+
 class PackedReader:
     """Tensors by original name, as the network keeps them or ready to be converted."""
 
     def __init__(self, checkpoint: Checkpoint, places: Mapping[str, Place], forms: Forms) -> None:
         self._checkpoint, self._places, self._forms = checkpoint, places, forms
-
-    def install(self, parts: Sequence[nn.Module], ops: OpTable) -> None:
-        """Put packed layers in the place of plain ones, on the meta device. parts: what together has every module."""
-        owners = {name: module for part in parts for name, module in part.named_modules()}
-        for module, form in self._forms.formats.items():
-            if f"{module}.weight" in self._forms.left_out:
-                continue
-            parent, _, name = module.rpartition(".")
-            owner = owners[parent]
-            dtype = getattr(owner, name).weight.dtype
-            names = ("weight", *(STATIC_PARAMETERS if form is Format.INT8_STATIC else (scale_name(form),)))
-            tensors = {last: self._empty(f"{module}.{last}", form) for last in names}
-            setattr(owner, name, PackedLinear(form, tensors, ops, dtype=dtype))
 
     def read(self, name: str) -> Tensor:
         """A tensor of the table. Raises WeightsError naming file and tensor if its values cannot be right."""
@@ -62,17 +82,6 @@ class PackedReader:
             offset = self._stored(name)
             if bool((offset != 0).any()):
                 raise WeightsError(f"{name} ({self._file(name)}) holds {_worst(offset)}; expected 0 everywhere")
-
-    def _empty(self, name: str, form: Format) -> Tensor:
-        last = name.rpartition(".")[2]
-        if last == "weight":
-            dtype = _KEPT_WEIGHTS.get(form, torch.int8)
-        elif last == "quant_bias":
-            dtype = torch.int32
-        else:
-            one_byte = self._checkpoint.tensors[self._places[name].key].dtype in (E8M0, "U8")
-            dtype = torch.float8_e8m0fnu if one_byte else torch.float32
-        return torch.empty(self._forms.table[name].shape, dtype=dtype, device="meta")
 
     def _stored(self, name: str) -> Tensor:
         place = self._places[name]
