@@ -289,3 +289,12 @@ def test_quantise_int4_uses_all_steps_of_each_row():
     assert kept.values.shape == (8, 256)
     assert values.abs().amax(dim=1).tolist() == [7] * 16
     assert float(((values * kept.scale - weight).norm(dim=1) / weight.norm(dim=1)).max()) < 0.2
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-45, 1e-40])
+def test_linear_int8_of_a_row_of_nothing_is_nothing(size):
+    x = normal(3, 64)
+    x[1] = size
+    found = linear_int8(x, quantise_int8(normal(8, 64)))
+    assert float(found[1].abs().max()) < 1e-37
+    assert bool(found.isfinite().all())

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from deepspan.config.engine import packed_row_bytes
 from deepspan.ops.rounding import (
     hadamard,
     pack_kv_rows,
-    packed_row_bytes,
     round_index_rows,
     round_inputs,
     round_kv_rows,

@@ -173,6 +173,20 @@ def test_loading_leaves_out_a_plain_mtp_stage(edited):
     assert {"mtp.0.e_proj.weight", "mtp.0.norm.weight", "mtp.0.ffn.gate.bias"} <= left_out.keys()
 
 
+@pytest.mark.parametrize("name", ["mtp.0.emb.tok_emb.weight", "mtp.0.embed.weight", "mtp.2.head.weight"])
+def test_loading_leaves_out_copies_of_embedding_and_head_of_the_right_shape(edited, name):
+    def copy(tensors):
+        tensors[name] = tensors["head.weight"].clone()
+
+    assert "a copy" in load_model(edited(copy, "drafts"), dtype=torch.float32).left_out[name]
+
+    def cut(tensors):
+        copy(tensors)
+        tensors[name] = tensors[name][:-1].contiguous()
+
+    _refused(edited(cut, "drafts"), f"wrong shape: {name}")
+
+
 def test_loading_with_a_gap_in_the_draft_stages_is_refused(edited):
     def drop(tensors):
         for name in [name for name in tensors if name.startswith("mtp.1.")]:

@@ -1,4 +1,4 @@
-"""Files of two releases in one folder: refused with the tensors that do not fit, and with what has probably happened."""
+"""Files of two releases in one folder: refused with the tensors that do not fit, and what has probably happened."""
 
 import json
 

@@ -155,13 +155,12 @@ def _int_experts(
 
 
 def quantise_tokens(x_TK: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows rounded to int8 (ties to even) with a scale each: int8 [T, K], fp32 [T, 1]. A row of zeros has scale 1.
+    """Rows rounded to int8 (ties to even) with a scale each: int8 [T, K], fp32 [T, 1]. A row of zeros has scale 0.
 
     What is not finite in a row makes its scale so, and with it the whole row of a product: nothing is hidden.
     """
     x = x_TK.float()
     scale = x.abs().amax(dim=-1, keepdim=True) / INT8_MAX
-    scale = torch.where(scale == 0, 1.0, scale)
     return torch.round(x / scale).nan_to_num().clamp(-128, 127).to(torch.int8), scale
 
 

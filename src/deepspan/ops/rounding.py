@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from deepspan.config.engine import KV_GROUP, SCALES_ALIGNED
 from deepspan.ops.formats import decode_e2m1, encode_e2m1, encode_fp8, fp4_scale, fp8_scale, pack_nibbles
 
-INPUT_GROUP, KV_GROUP, INDEX_GROUP = 128, 64, 32
-SCALES_ALIGNED = 8  # bytes of a cache row's scales are a multiple of this
+INPUT_GROUP, INDEX_GROUP = 128, 32
 
 
 def round_inputs(x_TK: Tensor) -> Tensor:
@@ -59,14 +59,8 @@ def hadamard(x_TK: Tensor) -> Tensor:
 # --- rows of an 8-bit cache
 
 
-def packed_row_bytes(width: int, rope_dims: int) -> int:
-    """Bytes of a packed row: 448 e4m3, 64 bf16 and 7 scales padded to 8 make 584 in the release."""
-    groups = -(-(width - rope_dims) // KV_GROUP)
-    return width - rope_dims + 2 * rope_dims + -(-groups // SCALES_ALIGNED) * SCALES_ALIGNED
-
-
 def pack_kv_rows(x_TK: Tensor, rope_dims: int) -> Tensor:
-    """Rows as bytes, uint8 [T, packed_row_bytes]: e4m3, bf16 rotary dims, e8m0 scales, zeros up to a multiple of 8."""
+    """Rows as bytes, uint8 [T, `config.engine.packed_row_bytes`]: e4m3, bf16 rotary dims, e8m0 scales, zeros."""
     values, scale = _to_fp8(x_TK[..., :-rope_dims], KV_GROUP)
     rotary = x_TK[..., -rope_dims:].to(torch.bfloat16).contiguous()
     scales = scale.to(torch.float8_e8m0fnu).view(torch.uint8)

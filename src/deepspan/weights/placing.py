@@ -101,7 +101,10 @@ def expected(config: ModelConfig, names: Collection[str], drafts: DraftKind | No
             left_out |= dict.fromkeys(draft, "drafting is off")
         elif drafts is not kind:
             raise WeightsError(f"{drafts.value} drafting was asked for, the checkpoint's draft stages are {kind.value}")
-        table |= draft
+        # Some exports give each stage copies of the network's own embedding and head.
+        copies = [name for name in names if re.fullmatch(r"mtp\.\d+\.(embed|emb\.tok_emb|head)\.weight", name)]
+        left_out |= dict.fromkeys(copies, "a copy: draft stages share those of the network")
+        table |= draft | dict.fromkeys(copies, table["embed.weight"])
     return table, left_out
 
 
