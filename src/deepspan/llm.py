@@ -123,8 +123,14 @@ class LLM:
             limits=image_limits,
         )
         stages = loaded.drafter.num_stages if loaded.drafter is not None else 0
+        row_dtype = compute if self.engine.kv_dtype == "auto" else torch.bfloat16
         families = cache_families(
-            self.config, self.engine.block_tokens, compute.itemsize, self.engine.num_drafts, stages
+            self.config,
+            self.engine.block_tokens,
+            row_dtype.itemsize,
+            self.engine.num_drafts,
+            stages,
+            is_packed=self.engine.kv_dtype == "fp8",
         )
         if cache_bytes is None:
             accelerated = target.type != "cpu"
@@ -133,7 +139,7 @@ class LLM:
         self.capacity = plan_capacity(families, self.engine, cache_bytes)
         num_blocks = self.capacity.num_blocks
         forbidden = _never_generated(self.tokenizer, self.config.vocab_size)
-        caches = Caches(self.config, self.engine, families, num_blocks, compute, target)
+        caches = Caches(self.config, self.engine, families, num_blocks, row_dtype, target)
         self._runner = Runner(loaded, self.engine, families, caches, target, forbidden, self.tokenizer.special.eos)
         manager = CacheManager(families, num_blocks, self.engine.prefix_caching)
         depth = DraftDepth(self.engine.num_drafts, is_fixed=self.engine.draft_depth == "fixed")

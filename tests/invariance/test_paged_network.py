@@ -31,7 +31,8 @@ class Paged:
         self.engine = EngineConfig(
             block_tokens=block_tokens, max_model_len=400, max_num_seqs=rows, max_batched_tokens=800, **engine
         )
-        self.families = cache_families(model.config, block_tokens, 4, self.engine.num_drafts)
+        is_packed = self.engine.kv_dtype == "fp8"
+        self.families = cache_families(model.config, block_tokens, 4, self.engine.num_drafts, is_packed=is_packed)
         counts = {family.name: num_blocks + i for i, family in enumerate(self.families)}
         self.manager = CacheManager(self.families, counts, prefix_caching)
         rng = np.random.default_rng(0)
@@ -89,7 +90,8 @@ class Paged:
             for name, cache in zip(names, fields(layer), strict=True):
                 if cache is not None:
                     pool = self.manager.pools[name]
-                    cache[[0, *(block for block in pool._free if block not in pool._key_of)]] = torch.nan
+                    spoilt = 255 if cache.dtype == torch.uint8 else torch.nan  # packed rows: NaN as value and as scale
+                    cache[[0, *(block for block in pool._free if block not in pool._key_of)]] = spoilt
 
     def run(self, key, row, prompt, cuts=(), prefix=0):
         """Logits of the rows from `prefix` on."""

@@ -2,6 +2,8 @@
 
 import json
 import logging
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -9,7 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from deepspan.errors import WeightsError
 from deepspan.weights.checkpoint import INDEX_FILE, Checkpoint, torch_dtype_name
+from deepspan.weights.folder import Headers
 
+LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4665a5ea423c\nsize 3580000000\n"
 SINGLE = "model.safetensors"
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 TENSORS = {
@@ -142,6 +146,109 @@ def test_checkpoint_with_tensor_outside_the_index_is_refused_by_tensor(sharded):
 def test_checkpoint_with_broken_index_is_refused_by_file(sharded, text):
     (sharded / INDEX_FILE).write_text(text)
     _refused(sharded, INDEX_FILE)
+
+
+def test_checkpoint_index_that_is_a_git_lfs_pointer_is_refused_by_file(sharded):
+    (sharded / INDEX_FILE).write_text(LFS_POINTER)
+    _refused(sharded, f"{INDEX_FILE} is a Git LFS pointer")
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "parts"),
+    [
+        ({}, ["weight_map is empty"]),
+        ({"b": "../b.safetensors"}, ["places b in '../b.safetensors'", "of the same folder"]),
+        ({"b": "pytorch_model.bin"}, ["places b in 'pytorch_model.bin'", ".safetensors file"]),
+    ],
+)
+def test_checkpoint_with_index_of_other_files_is_refused(sharded, weight_map, parts):
+    _write_index(sharded, weight_map)
+    _refused(sharded, INDEX_FILE, *parts)
+
+
+def test_checkpoint_with_index_that_places_a_tensor_twice_is_refused_by_both(sharded):
+    (sharded / INDEX_FILE).write_text(f'{{"weight_map": {{"b": "{SHARDS[0]}", "b": "{SHARDS[1]}"}}}}')
+    _refused(sharded, f"it places b in {SHARDS[0]!r} and in {SHARDS[1]!r}")
+
+
+def test_checkpoint_with_git_lfs_pointer_in_place_of_a_shard_is_refused_by_file(sharded):
+    (sharded / SHARDS[1]).write_text(LFS_POINTER)
+    _refused(sharded, f"{SHARDS[1]} is a Git LFS pointer", "3,580,000,000 bytes")
+
+
+def test_checkpoint_in_download_says_what_has_not_ended(sharded):
+    (sharded / SHARDS[1]).rename(sharded / f"{SHARDS[1]}.incomplete")
+    _refused(sharded, f"{SHARDS[1]} is missing", "places 2 tensors there, b first", f"ended: {SHARDS[1]}.incomplete")
+    (sharded / f"{SHARDS[1]}.incomplete").unlink()
+    hidden = sharded / ".cache" / "hub" / "download"
+    hidden.mkdir(parents=True)
+    for name in ("x.incomplete", "y.incomplete", "y.metadata"):
+        (hidden / name).touch()
+    _refused(sharded, f"{SHARDS[1]} is missing", "ended: x.incomplete and 1 more")
+
+
+def test_checkpoint_in_download_of_a_single_file_says_so(single):
+    (single / SINGLE).rename(single / f"{SINGLE}.part")
+    _refused(single, "no safetensors files", f"{SINGLE}.part")
+
+
+def test_checkpoint_with_missing_shards_mentions_a_consolidated_file_beside_them(sharded):
+    save_file(TENSORS, sharded / SINGLE)
+    (sharded / SHARDS[0]).unlink()
+    _refused(sharded, f"{SHARDS[0]} is missing", f"{SINGLE} is there and not named by the index")
+
+
+def test_checkpoint_with_one_shard_and_no_index_is_refused_by_the_missing_one(sharded):
+    (sharded / SHARDS[1]).unlink()
+    (sharded / INDEX_FILE).unlink()
+    _refused(sharded, f"{SHARDS[0]} is the only file", f"no {INDEX_FILE}", f"{SHARDS[1]} is missing")
+
+
+def test_checkpoint_with_index_of_two_releases_is_refused_by_files(sharded):
+    other = "model-00002-of-00003.safetensors"
+    (sharded / SHARDS[1]).rename(sharded / other)
+    _write_index(sharded, {name: place.replace(SHARDS[1], other) for name, place in PLACES.items()})
+    _refused(sharded, "files of 2 releases", f"1 of 2 such as {SHARDS[0]}", f"1 of 3 such as {other}")
+
+
+def test_checkpoint_with_index_that_leaves_a_number_out_is_accepted(sharded):
+    """Whoever prunes a checkpoint (draft stages, say) need not rename what is left."""
+    (sharded / SHARDS[1]).unlink()
+    _write_index(sharded, {name: place for name, place in PLACES.items() if place == SHARDS[0]})
+    assert set(Checkpoint(sharded)) == {"a.weight", "c.stack"}
+
+
+def test_checkpoint_with_a_shard_of_another_release_is_refused_by_its_tensors(sharded):
+    save_file({"b": TENSORS["b"], "d.tables": TENSORS["d.table"]}, sharded / SHARDS[1])
+    _refused(sharded, f"places tensor d.table in {SHARDS[1]}", f"tensor d.tables of {SHARDS[1]} is not in {INDEX_FILE}")
+
+
+def test_checkpoint_with_many_problems_names_the_first_and_counts_the_rest(sharded):
+    _write_index(sharded, PLACES | {f"t{number}": SHARDS[0] for number in range(20)})
+    with pytest.raises(WeightsError, match=r"tensor t7 .*; and 12 problems more$"):
+        Checkpoint(sharded)
+
+
+def test_checkpoint_with_faulty_file_is_not_also_blamed_for_what_it_lacks(sharded):
+    data = (sharded / SHARDS[1]).read_bytes()
+    (sharded / SHARDS[1]).write_bytes(data[:20])
+    (sharded / SHARDS[0]).unlink()
+    missing, broken = Headers(sharded).problems
+    assert f"{SHARDS[0]} is missing" in missing
+    assert f"{SHARDS[1]} is not a complete" in broken
+
+
+def test_headers_of_a_truncated_file_are_read_all_the_same(sharded):
+    data = (sharded / SHARDS[1]).read_bytes()
+    (sharded / SHARDS[1]).write_bytes(data[:-1])
+    headers = Headers(sharded)
+    assert set(headers) == set(TENSORS)
+    assert len(headers.problems) == 1
+
+
+def test_headers_import_neither_torch_nor_safetensors():
+    code = "import sys, deepspan.weights.folder; print({'torch', 'safetensors', 'numpy'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
 
 
 def test_dtype_name_is_that_of_the_configuration():

@@ -3,11 +3,13 @@
 import json
 import logging
 import re
+from dataclasses import replace
 
 import pytest
 from released import RELEASED_VISION, flash, flash_dspark, flash_vision
 
 from deepspan.config.model import DraftConfig, RopeConfig, load_model_config, parse_model_config
+from deepspan.config.quantisation import QuantisationConfig
 from deepspan.errors import ConfigError
 
 OPTIONAL = frozenset(
@@ -105,9 +107,52 @@ def test_config_with_vision_switched_off_is_text_only_without_a_warning(caplog):
     assert not caplog.records
 
 
-@pytest.mark.parametrize("fields", [{name: None} for name in sorted(OPTIONAL)], ids=sorted(OPTIONAL))
-def test_config_with_null_optional_field_equals_released(fields):
-    assert parse_model_config(flash() | fields) == parse_model_config(flash())
+@pytest.mark.parametrize("name", sorted(OPTIONAL - {"expert_dtype", "quantization_config"}))
+def test_config_with_null_optional_field_equals_released(name):
+    assert parse_model_config(flash() | {name: None}) == parse_model_config(flash())
+
+
+# --- quantisation
+
+
+def test_config_of_released_model_says_how_it_is_quantised():
+    assert parse_model_config(flash()).quantisation == QuantisationConfig(method="fp8", expert_dtype="fp4")
+
+
+@pytest.mark.parametrize(("name", "part"), [("quantization_config", "method"), ("expert_dtype", "expert_dtype")])
+def test_config_without_a_quantisation_field_differs_in_that_alone(name, part):
+    released = parse_model_config(flash())
+    without = replace(released, quantisation=replace(released.quantisation, **{part: None}))
+    assert parse_model_config(flash() | {name: None}) == without
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("quant_method", "gptq"),
+        ("quant_method", "compressed-tensors"),
+        ("quant_method", None),
+        ("weight_block_size", [64, 64]),
+        ("fmt", "e5m2"),
+        ("activation_scheme", "static"),
+    ],
+)
+def test_config_of_another_quantisation_is_refused_by_field(field, value):
+    raw = flash()
+    raw["quantization_config"][field] = value
+    _refused(raw, f"quantization_config.{field}")
+
+
+def test_config_of_unknown_expert_dtype_is_refused():
+    _refused(flash() | {"expert_dtype": "int4"}, "expert_dtype must be one of fp4, fp8, found 'int4'")
+
+
+def test_config_of_unknown_quantisation_field_warns_of_it(caplog):
+    raw = flash()
+    raw["quantization_config"]["modules"] = ["x"]
+    with caplog.at_level(logging.WARNING):
+        parse_model_config(raw)
+    assert "quantization_config.modules" in caplog.text
 
 
 # --- unknown fields

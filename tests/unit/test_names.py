@@ -4,7 +4,7 @@ import pytest
 from released import flash_vision
 
 from deepspan.config.model import parse_model_config
-from deepspan.weights.names import Place, is_transformers_naming, locate, originals_at
+from deepspan.weights.names import Place, canonical_names, is_transformers_naming, locate, originals_at
 from deepspan.weights.table import DraftKind, backbone_tensors, draft_tensors
 from deepspan.weights.tiny import tiny_config
 
@@ -117,3 +117,59 @@ def test_naming_of_a_checkpoint_is_told_by_its_text_tensors():
     assert not is_transformers_naming(iter(names))
     assert is_transformers_naming(locate(name).key for name in names)
     assert not is_transformers_naming(iter(["model.vision.norm.weight", "model.image_end", "embed.weight"]))
+
+
+# --- names of serving programs
+
+
+def _every_name():
+    raw = tiny_config(vocab_size=300, ratios=(0, 4, 128, 4, 0, 0, 0, 4, 0, 0, 4, 128))
+    raw |= {"dspark_block_size": 5, "dspark_noise_token_id": 3, "dspark_target_layer_ids": [1], "dspark_markov_rank": 4}
+    config = parse_model_config(raw)
+    table = (
+        backbone_tensors(config) | draft_tensors(config, 2, DraftKind.DSPARK) | draft_tensors(config, 2, DraftKind.MTP)
+    )
+    return [*table, *(name.removesuffix("weight") + "weight_scale" for name in table if name.endswith(".weight"))]
+
+
+def test_canonical_name_of_every_original_name_is_that_name():
+    assert [name for name in _every_name() if canonical_names(name, 12) != [name]] == []
+
+
+@pytest.mark.parametrize("prefix", ["", "model.", "language_model.", "language_model.model."])
+def test_canonical_name_of_a_serving_name_is_the_original_one(prefix):
+    renamed = {
+        "embed_tokens.weight": "embed.weight",
+        "lm_head.weight": "head.weight",
+        "hc_head_fn": "hc_head_fn",
+        "layers.3.input_layernorm.weight": "layers.3.attn_norm.weight",
+        "layers.3.post_attention_layernorm.weight": "layers.3.ffn_norm.weight",
+        "layers.3.self_attn.wq_b.weight_scale": "layers.3.attn.wq_b.weight_scale",
+        "layers.3.self_attn.indexer.compressor.wkv.weight": "layers.3.attn.indexer.compressor.wkv.weight",
+        "layers.3.mlp.experts.7.gate_proj.weight": "layers.3.ffn.experts.7.w1.weight",
+        "layers.3.mlp.experts.7.down_proj.weight": "layers.3.ffn.experts.7.w2.weight",
+        "layers.3.mlp.experts.7.up_proj.weight": "layers.3.ffn.experts.7.w3.weight",
+        "layers.3.mlp.shared_experts.up_proj.weight_offset": "layers.3.ffn.shared_experts.w3.weight_offset",
+        "layers.3.mlp.gate.e_score_correction_bias": "layers.3.ffn.gate.bias",
+        "layers.3.mlp.gate.bias_vl": "layers.3.ffn.gate.bias_vl",
+        "layers.12.self_attn.wkv.weight": "mtp.0.attn.wkv.weight",
+        "layers.14.main_proj.weight": "mtp.2.main_proj.weight",
+        "layers.0.mtp_block.self_attn.wkv.weight": "mtp.0.attn.wkv.weight",
+        "layers.13.mtp_block.mlp.gate.weight": "mtp.1.ffn.gate.weight",
+        "vision.blocks.0.attn.wo.weight": "vision.blocks.0.attn.wo.weight",
+        "vision.blocks.0.mlp.w1.weight": "vision.blocks.0.mlp.w1.weight",
+    }
+    for name, original in renamed.items():
+        assert canonical_names(prefix + name, 12) == [original]
+        assert canonical_names(original, 12) == [original]
+
+
+def test_canonical_names_of_fused_modules_are_those_of_their_parts():
+    assert canonical_names("model.layers.1.mlp.shared_experts.gate_up_proj.weight", 4) == [
+        "layers.1.ffn.shared_experts.w1.weight",
+        "layers.1.ffn.shared_experts.w3.weight",
+    ]
+    assert canonical_names("layers.1.attn.fused_wqa_wkv.weight", 4) == [
+        "layers.1.attn.wq_a.weight",
+        "layers.1.attn.wkv.weight",
+    ]

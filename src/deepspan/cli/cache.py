@@ -14,7 +14,7 @@ from deepspan.kv.capacity import in_flight_tokens, plan_capacity, request_blocks
 from deepspan.kv.families import cache_families
 
 _UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "fp8": 2}  # of the indexer's rows where they differ from the others
 
 
 def show_cache(
@@ -22,12 +22,12 @@ def show_cache(
 ) -> None:
     """One line per family: rows and bytes of a block, blocks there are, blocks of a request; then what it serves."""
     if dtype not in _DTYPE_BYTES:
-        raise ConfigError(f"dtype must be {' or '.join(_DTYPE_BYTES)}, found {dtype!r}")
+        raise ConfigError(f"dtype must be one of {', '.join(_DTYPE_BYTES)}, found {dtype!r}")
     config = load_model_config(model or bundled_model())
     engine = EngineConfig(
         max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens
     ).checked(config)
-    families = cache_families(config, engine.block_tokens, _DTYPE_BYTES[dtype])
+    families = cache_families(config, engine.block_tokens, _DTYPE_BYTES[dtype], is_packed=dtype == "fp8")
     capacity = plan_capacity(families, engine, parse_bytes(memory))
     table = Table(title=f"caches in {memory}, blocks of {engine.block_tokens} tokens, {dtype} rows")
     for column in ("family", "layers", "rows", "bytes", "blocks", "a request"):

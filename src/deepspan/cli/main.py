@@ -129,6 +129,9 @@ def serve(
     ] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    kv_dtype: Annotated[
+        str, typer.Option(help="Cached rows: auto (as computed), bfloat16, or fp8 (as the release rounds them).")
+    ] = "auto",
     cache_memory: Annotated[
         str | None, typer.Option(help="Memory for caches, such as 8GiB.", show_default=False)
     ] = None,
@@ -171,7 +174,7 @@ def serve(
     _verb(
         "serve", "run",
         model=model, host=host, port=port, served_name=served_name or [], device=device, dtype=dtype,
-        cache_memory=cache_memory, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
+        kv_dtype=kv_dtype, cache_memory=cache_memory, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
         max_batched_tokens=max_batched_tokens, max_queued=max_queued, prefix_caching=prefix_caching,
         default_effort=default_effort, api_key=api_key or [], cors_origin=cors_origin or [],
         remote_images=remote_images, image_domain=image_domain or [], private_images=private_images,
@@ -191,11 +194,13 @@ def tiny(
     draft_stages: Annotated[int, typer.Option(min=0, help="Number of DSpark draft stages (mtp.*).")] = 0,
     shards: Annotated[int, typer.Option(min=1, help="Number of safetensors files.")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Same seed, same bytes.")] = 0,
+    weights: Annotated[str, typer.Option(help="plain, or quantised: fp8-fp4, fp8, w8a8, w4a8.")] = "plain",
 ) -> None:
     """Write a tiny random checkpoint in the released format (config, weights, tokenizer)."""
     _verb(
         "tiny", "run",
         out=out, layers=layers, ratios=ratios, vision=vision, draft_stages=draft_stages, shards=shards, seed=seed,
+        weights=weights,
     )  # fmt: skip
 
 
@@ -262,7 +267,7 @@ def inspect_cache(
     max_model_len: Annotated[int, typer.Option(help="Tokens of one request, prompt and output.")] = 131_072,
     max_num_seqs: Annotated[int, typer.Option(help="Requests running at once.")] = 32,
     max_batched_tokens: Annotated[int, typer.Option(help="Tokens of one step.")] = 2048,
-    dtype: Annotated[str, typer.Option(help="Of cached rows: float32 or bfloat16.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="Of cached rows: float32, bfloat16 or fp8.")] = "bfloat16",
 ) -> None:
     """Show what the caches of a model cost, and how many requests they serve."""
     _verb("cache", "show_cache", model=model, memory=memory, max_model_len=max_model_len, max_num_seqs=max_num_seqs,

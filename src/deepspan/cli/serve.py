@@ -36,6 +36,7 @@ class ServeOptions:
     served_name: list[str]
     device: str
     dtype: str
+    kv_dtype: str
     cache_memory: str | None
     max_model_len: int
     max_num_seqs: int
@@ -66,6 +67,7 @@ def run(**given: Any) -> None:
     settings, policy = _settings(options), _policy(options)
     folder = options.model or bundled_model()
     engine = EngineConfig(
+        kv_dtype=options.kv_dtype,  # type: ignore[arg-type]  # checked there
         max_model_len=options.max_model_len,
         max_num_seqs=options.max_num_seqs,
         max_batched_tokens=options.max_batched_tokens,

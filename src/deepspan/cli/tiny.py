@@ -1,14 +1,28 @@
 """`deepspan tiny`: write a tiny random checkpoint."""
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from deepspan.cli.progress import notes
 from deepspan.errors import ConfigError
+from deepspan.weights.quantise import RECIPES, write_quantised
 from deepspan.weights.tiny import write_tiny
 
 
-def run(*, out: Path, layers: int, ratios: str, vision: bool, draft_stages: int, shards: int, seed: int) -> None:
+def run(
+    *,
+    out: Path,
+    layers: int,
+    ratios: str,
+    vision: bool,
+    draft_stages: int,
+    shards: int,
+    seed: int,
+    weights: str,
+) -> None:
     """Raises ConfigError if the ratios cannot be read or served, if OUT holds something else or cannot be written."""
+    if weights != "plain" and weights not in RECIPES:
+        raise ConfigError(f"--weights must be one of plain, {', '.join(RECIPES)}, found {weights!r}")
     try:
         pattern = [int(part) for part in ratios.split(",")]
     except ValueError:
@@ -17,7 +31,11 @@ def run(*, out: Path, layers: int, ratios: str, vision: bool, draft_stages: int,
         raise ConfigError(f"{out} exists and is not a checkpoint folder; nothing was written")
     schedule = [pattern[layer % len(pattern)] for layer in range(layers)]
     try:
-        write_tiny(out, ratios=schedule, vision=vision, draft_stages=draft_stages, num_shards=shards, seed=seed)
+        with TemporaryDirectory() as scratch:
+            plain = Path(scratch) / "plain" if weights in RECIPES else out
+            write_tiny(plain, ratios=schedule, vision=vision, draft_stages=draft_stages, num_shards=shards, seed=seed)
+            if weights in RECIPES:
+                write_quantised(plain, out, RECIPES[weights])
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error.strerror}") from None
     size = sum(file.stat().st_size for file in out.iterdir())

@@ -12,11 +12,14 @@ from deepspan.errors import ConfigError
 
 LEAD_PADS = OVERLAP_RATIO - 1  # an image starts with up to three pads, so that START stands at 3 (mod 4)
 MAX_DRAFTS = 16
+KV_GROUP = 64  # numbers of a row that share a scale with kv_dtype fp8
+SCALES_ALIGNED = 8  # bytes of a row's scales are a multiple of this
 _CHOICES = {
     "draft_method": ("off", "dspark", "mtp"),
     "draft_rule": ("standard", "block"),
     "draft_sampling": ("greedy", "sampled"),
     "draft_depth": ("fixed", "auto"),
+    "kv_dtype": ("auto", "bfloat16", "fp8"),
 }
 
 
@@ -32,7 +35,8 @@ class EngineConfig:
     step; 0 takes what the stages were made for, if there is a method. draft_rule: how sampled drafts are judged,
     each alone or a block at a time (which takes more). draft_sampling: whether drafts of sampled requests are the
     likeliest tokens or drawn at the request's temperature. draft_depth: always `num_drafts`, or as many as pay.
-    encoder_rows: rows of encoder output that are kept.
+    kv_dtype: how cached rows are kept: as they are computed, as bf16, or as the release rounds them (a byte a number,
+    the rotary dims bf16). encoder_rows: rows of encoder output that are kept.
     prefix_caching: reuse blocks of earlier requests.
     """
 
@@ -46,6 +50,7 @@ class EngineConfig:
     draft_rule: Literal["standard", "block"] = "standard"
     draft_sampling: Literal["greedy", "sampled"] = "greedy"
     draft_depth: Literal["fixed", "auto"] = "fixed"
+    kv_dtype: Literal["auto", "bfloat16", "fp8"] = "auto"
     encoder_rows: int = 8192
     prefix_caching: bool = True
 
@@ -106,6 +111,15 @@ class EngineConfig:
             raise ConfigError("draft_method is dspark, config.json has no dspark_block_size")
         made_for = model.draft.block_size if self.draft_method == "dspark" and model.draft is not None else 1
         return replace(self, num_drafts=self.num_drafts or made_for)
+
+
+def packed_row_bytes(width: int, rope_dims: int) -> int:
+    """Bytes of a cached row with kv_dtype fp8: a byte a number, 2 a rotary dim, a scale per 64 numbers padded to 8.
+
+    584 in the release: 448 + 2 x 64 + 8.
+    """
+    groups = -(-(width - rope_dims) // KV_GROUP)
+    return width + rope_dims + -(-groups // SCALES_ALIGNED) * SCALES_ALIGNED
 
 
 def largest_placeholder(model: ModelConfig) -> int:

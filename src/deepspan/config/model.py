@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspan.config.fields import Fields
+from deepspan.config.quantisation import QuantisationConfig, quantisation_config
 from deepspan.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -24,9 +25,9 @@ OVERLAP_RATIO = 4  # the ratio whose compressor looks back one group and whose e
 # Fields of the file that say nothing about the arithmetic served here.
 IGNORED_FIELDS = frozenset(
     """architectures attention_bias attention_dropout auto_map bos_token_id dtype eos_token_id hidden_act
-    initializer_range max_position_embeddings model_type pad_token_id quantization_config tie_word_embeddings
+    initializer_range max_position_embeddings model_type pad_token_id tie_word_embeddings
     topk_method torch_dtype transformers_version use_cache norm_topk_prob scoring_func num_key_value_heads
-    n_shared_experts num_nextn_predict_layers n_mtp_layers expert_dtype output_router_logits router_aux_loss_coef
+    n_shared_experts num_nextn_predict_layers n_mtp_layers output_router_logits router_aux_loss_coef
     layer_types mlp_layer_types _name_or_path""".split()
 )
 
@@ -112,6 +113,7 @@ class ModelConfig:
     torch_dtype: str
     vision: VisionConfig | None
     draft: DraftConfig | None
+    quantisation: QuantisationConfig
 
     def ratios_in_use(self) -> tuple[int, ...]:
         """Distinct positive compress ratios, ascending."""
@@ -180,6 +182,7 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
         torch_dtype=fields.choice_of(("torch_dtype", "dtype"), ("bfloat16", "float32", "float16")),
         vision=_vision_config(fields),
         draft=_draft_config(fields),
+        quantisation=quantisation_config(fields),
     )
     _check_fixed_choices(fields)
     _check_shapes(config)

@@ -8,6 +8,7 @@ must still be there for the next one to be computed; reservation, sliding releas
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from deepspan.config.engine import packed_row_bytes
 from deepspan.config.model import OVERLAP_RATIO, ModelConfig
 
 Kind = Literal["rows", "window", "state"]
@@ -60,12 +61,19 @@ class Family:
 
 
 def cache_families(
-    config: ModelConfig, block_tokens: int, dtype_bytes: int, num_drafts: int = 0, num_stages: int = 0
+    config: ModelConfig,
+    block_tokens: int,
+    dtype_bytes: int,
+    num_drafts: int = 0,
+    num_stages: int = 0,
+    *,
+    is_packed: bool = False,
 ) -> tuple[Family, ...]:
     """Families of a model, window first. dtype_bytes: of rows; compressor states are fp32.
 
     num_drafts: positions that a step may compute and take back; a state keeps that many more rows. num_stages: of a
     drafter, whose rows are a window of their own: its queries see one position more, since they stand behind it.
+    is_packed: rows other than the indexer's are kept with kv_dtype fp8.
     """
     layers = range(config.num_hidden_layers)
     window = Family(
@@ -76,7 +84,9 @@ def cache_families(
         layers=tuple(layers),
         block_tokens=block_tokens,
         block_rows=block_tokens,
-        row_bytes=config.head_dim * dtype_bytes,
+        row_bytes=packed_row_bytes(config.head_dim, config.qk_rope_head_dim)
+        if is_packed
+        else config.head_dim * dtype_bytes,
     )
     families = [window]
     for ratio in config.ratios_in_use():

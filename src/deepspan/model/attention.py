@@ -17,7 +17,7 @@ from deepspan.model.compressor import Compressor
 from deepspan.model.layers import Linear, RMSNorm, empty
 from deepspan.model.rope import BatchRope
 from deepspan.ops.registry import OpTable
-from deepspan.ops.rows import FlatRows, PagedRows, Rows
+from deepspan.ops.rows import FlatRows, PagedRows, Rows, store_rows
 
 
 class Indexer(torch.nn.Module):
@@ -48,6 +48,7 @@ class Attention(torch.nn.Module):
         super().__init__()
         self.ratio, self._ops, self._eps = ratio, ops, config.rms_norm_eps
         self.num_heads, self.dim, self.num_groups = config.num_attention_heads, config.head_dim, config.o_groups
+        self._rope_dims = config.qk_rope_head_dim
         width = self.num_heads * self.dim
         self.wq_a = Linear(config.hidden_size, config.q_lora_rank, dtype=dtype)
         self.q_norm = RMSNorm(config.q_lora_rank, self._eps, ops, dtype=dtype)
@@ -72,14 +73,16 @@ class Attention(torch.nn.Module):
         if cache is None or batch.caches is None:
             rows: Rows = FlatRows(rows=new, firsts=tuple(part.first for part in batch.parts))
         else:
-            rows = _store(new, cache.window, "window", batch.caches.window_slots, batch.caches)
+            slots = batch.caches.window_slots
+            rows = _store(new, cache.window, "window", slots, batch.caches, self._rope_dims)
         entries = selected = None
         entry_hi = meta.row_lo
         if self.compressor is not None:
             compressed = meta.compressed[self.ratio]
             entry_hi = compressed.entry_hi
             new = self.compressor(x_TD, batch, compressed, rope.tables, cache.state if cache is not None else None)
-            entries = _store_entries(new, f"rows_{self.ratio}", compressed, batch, cache.entries if cache else None)
+            kept = cache.entries if cache is not None else None
+            entries = _store_entries(new, f"rows_{self.ratio}", compressed, batch, kept, self._rope_dims)
             if self.indexer is not None:
                 selected = self._select(self.indexer, x_TD, qr, batch, rope, cache)
         out = self._ops.sparse_attention(
@@ -108,29 +111,36 @@ class Attention(torch.nn.Module):
             return None
         state = cache.index_state if cache is not None else None
         new = indexer.compressor(x_TD, batch, compressed, rope.tables, state)
-        keys = _store_entries(new, f"index_{self.ratio}", compressed, batch, cache.index if cache else None)
+        kept = cache.index if cache is not None else None
+        keys = _store_entries(new, f"index_{self.ratio}", compressed, batch, kept, self._rope_dims)
         return indexer(x_TD, qr_TQ, batch, keys, rope) if chooses else None
 
     def _project_out(self, out_THK: Tensor) -> Tensor:
         """Each group of heads has its own first projection; `wo_a` [G * rank, H K / G] holds them stacked."""
         grouped = out_THK.flatten(1).unflatten(-1, (self.num_groups, -1))
-        weight = self.wo_a.weight.unflatten(0, (self.num_groups, -1))
-        low_rank = torch.einsum("tgi,gri->tgr", grouped, weight)
-        return self.wo_b(low_rank.flatten(1))
+        return self.wo_b(self.wo_a.by_group(grouped).flatten(1))
 
 
 def _store_entries(
-    new_NK: Tensor, family: str, meta: CompressedMetadata, batch: ForwardBatch, cache: Tensor | None
+    new_NK: Tensor,
+    family: str,
+    meta: CompressedMetadata,
+    batch: ForwardBatch,
+    cache: Tensor | None,
+    rope_dims: int,
 ) -> Rows:
     """All entries of every sequence: the new ones alone, or what a cache holds once they are stored in it."""
     if cache is None or batch.caches is None:
         firsts = accumulate(meta.num_entries[:-1], initial=0)
         return FlatRows(rows=new_NK, firsts=tuple(firsts))
     assert meta.slots is not None, "a cache needs slots"
-    return _store(new_NK, cache, family, meta.slots[family], batch.caches)
+    return _store(new_NK, cache, family, meta.slots[family], batch.caches, rope_dims)
 
 
-def _store(new_NK: Tensor, cache: Tensor, family: str, slots_N: Tensor, caches: BatchCaches) -> PagedRows:
+def _store(
+    new_NK: Tensor, cache: Tensor, family: str, slots_N: Tensor, caches: BatchCaches, rope_dims: int
+) -> PagedRows:
     """Write rows to their slots; returns all rows that the cache holds of each sequence."""
-    cache.flatten(0, 1)[slots_N] = new_NK.to(cache.dtype)
-    return PagedRows(cache=cache, tables=caches.tables[family], places=caches.places)
+    store_rows(new_NK, cache, slots_N, rope_dims)
+    packed = (new_NK.shape[1], rope_dims) if cache.dtype == torch.uint8 else None
+    return PagedRows(cache=cache, tables=caches.tables[family], places=caches.places, packed=packed)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from deepspan.ops.formats import Format
 from deepspan.ops.registry import OpTable
 
 
@@ -17,7 +18,9 @@ def empty(*shape: int, dtype: torch.dtype) -> nn.Parameter:
 
 
 class Linear(nn.Module):
-    """`x . weight^T (+ bias)`; weight: [out, in]. The place where block formats will come in."""
+    """`x . weight^T (+ bias)`; weight: [out, in]. `PackedLinear` takes its place where a checkpoint is quantised."""
+
+    format: Format | None = None
 
     def __init__(self, num_in: int, num_out: int, *, dtype: torch.dtype, bias: bool = False) -> None:
         super().__init__()
@@ -27,6 +30,15 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Computes in the weight's dtype: an fp32 layer widens a bf16 input."""
         return F.linear(x.to(self.weight.dtype), self.weight, self.bias)
+
+    @property
+    def operand(self) -> Tensor:
+        """The weight as ops take it."""
+        return self.weight
+
+    def by_group(self, x_TGK: Tensor) -> Tensor:
+        """Each group of inputs through its own share of the rows: [T, G, out / G]."""
+        return torch.einsum("tgk,grk->tgr", x_TGK, self.weight.unflatten(0, (x_TGK.shape[1], -1)))
 
 
 class RMSNorm(nn.Module):

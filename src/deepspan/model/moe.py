@@ -13,7 +13,8 @@ from deepspan.config.model import ModelConfig
 from deepspan.core.media import TokenKind
 from deepspan.model.batch import ForwardBatch
 from deepspan.model.layers import Linear, empty
-from deepspan.ops.registry import OpTable
+from deepspan.ops.formats import Format
+from deepspan.ops.registry import OpFunction, OpTable
 
 
 class Gate(torch.nn.Module):
@@ -70,6 +71,24 @@ class MoE(torch.nn.Module):
     def forward(self, x_TD: Tensor, batch: ForwardBatch) -> Tensor:
         """x_TD: output of `ffn_norm`. Returns [T, D]."""
         expert_ids, weights = self.gate(x_TD, batch)
-        w1, w3, w2 = ([getattr(expert, name).weight for expert in self.experts] for name in ("w1", "w3", "w2"))
-        routed = self._ops.routed_experts(x_TD, expert_ids, weights, w1, w3, w2, self._limit)
+        w1, w3, w2 = ([getattr(expert, name).operand for expert in self.experts] for name in ("w1", "w3", "w2"))
+        routed = self._experts_op()(x_TD, expert_ids, weights, w1, w3, w2, self._limit)
         return (routed + self.shared_experts(x_TD).float()).to(x_TD.dtype)
+
+    def _experts_op(self) -> OpFunction:
+        """By format, which the loader has seen to be the same for all experts of a layer."""
+        first = self.experts[0]
+        assert isinstance(first, Expert)
+        match first.w1.format:
+            case Format.FP8:
+                return self._ops.experts_fp8
+            case Format.FP4:
+                return self._ops.experts_fp4
+            case Format.INT8:
+                return self._ops.experts_int8
+            case Format.INT4:
+                return self._ops.experts_int4
+            case None:
+                return self._ops.routed_experts
+            case other:
+                raise AssertionError(f"no experts in {other}")

@@ -3,7 +3,7 @@
 Shapes: T tokens, D hidden, I intermediate, E experts, A experts per token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -32,13 +32,29 @@ def routed_experts(
     w1, w3: E tensors [I, D]; w2: E tensors [D, I], in x's dtype. The weight multiplies before the second projection, as
     in the release. A token's sum is always taken in order of expert ids, whatever else is in the batch.
     """
+
+    def run(expert: int, x: Tensor, weights: Tensor) -> Tensor:
+        hidden = clamped_swiglu(F.linear(x, w1[expert]), F.linear(x, w3[expert]), limit)
+        return F.linear((hidden * weights).to(x.dtype), w2[expert])
+
+    return sum_over_experts(x_TD, expert_ids_TA, weights_TA, len(w1), run)
+
+
+def sum_over_experts(
+    x_TD: Tensor,
+    expert_ids_TA: Tensor,
+    weights_TA: Tensor,
+    num_experts: int,
+    run: Callable[[int, Tensor, Tensor], Tensor],
+) -> Tensor:
+    """Sum over the chosen experts in fp32, in order of expert ids: [T, D].
+
+    run: (expert, its rows [S, D], their weights [S, 1]) -> [S, D].
+    """
     out = torch.zeros(x_TD.shape, dtype=torch.float32, device=x_TD.device)
-    for expert in range(len(w1)):
+    for expert in range(num_experts):
         rows, slots = torch.where(expert_ids_TA == expert)
         if len(rows) == 0:
             continue
-        x = x_TD[rows]
-        hidden = clamped_swiglu(F.linear(x, w1[expert]), F.linear(x, w3[expert]), limit)
-        hidden = (hidden * weights_TA[rows, slots, None]).to(x.dtype)
-        out = out.index_add(0, rows, F.linear(hidden, w2[expert]).float())
+        out = out.index_add(0, rows, run(expert, x_TD[rows], weights_TA[rows, slots, None]).float())
     return out

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from deepspan.errors import ConfigError
-from deepspan.ops import attention, compress, experts, hyper, indexer, norm, rope, router, vision
+from deepspan.ops import attention, compress, experts, hyper, indexer, norm, packed, rope, router, vision
 
 OpFunction = Callable[..., Any]
 
@@ -65,6 +65,14 @@ class OpTable:
     route: OpFunction
     clamped_swiglu: OpFunction
     routed_experts: OpFunction
+    linear_fp8: OpFunction
+    grouped_linear_fp8: OpFunction
+    linear_int8: OpFunction
+    linear_int8_static: OpFunction
+    experts_fp8: OpFunction
+    experts_fp4: OpFunction
+    experts_int8: OpFunction
+    experts_int4: OpFunction
     apply_vision_rope: OpFunction
     vision_attention: OpFunction
     unfold_tiles: OpFunction
@@ -84,6 +92,14 @@ OPS: Mapping[str, Op] = {
         router.route,
         experts.clamped_swiglu,
         experts.routed_experts,
+        packed.linear_fp8,
+        packed.grouped_linear_fp8,
+        packed.linear_int8,
+        packed.linear_int8_static,
+        packed.experts_fp8,
+        packed.experts_fp4,
+        packed.experts_int8,
+        packed.experts_int4,
         vision.apply_vision_rope,
         vision.vision_attention,
         vision.unfold_tiles,

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deepspan.config.engine import EngineConfig
+from deepspan.config.engine import EngineConfig, packed_row_bytes
 from deepspan.config.model import OVERLAP_RATIO, ModelConfig
 from deepspan.core.step import NewBlocks
 from deepspan.kv.families import DRAFT, Family
@@ -35,14 +35,21 @@ class Caches:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """num_blocks: by family name, null blocks not counted. dtype: of rows; states are fp32."""
+        """num_blocks: by family name, null blocks not counted. dtype: of rows; states are fp32.
+
+        With kv_dtype fp8 all rows but the indexer's are bytes (`ops.rounding`).
+        """
         sizes = {family.name: (num_blocks[family.name] + 1, family.block_rows) for family in families}
+        if engine.kv_dtype == "fp8":
+            row_width, row_dtype = packed_row_bytes(config.head_dim, config.qk_rope_head_dim), torch.uint8
+        else:
+            row_width, row_dtype = config.head_dim, dtype
 
         def tensor(family: str, width: int, kind: torch.dtype) -> Tensor:
             return _zeros((*sizes[family], width), kind, device)
 
         def window(family: str) -> LayerCache:
-            rows = tensor(family, config.head_dim, dtype)
+            rows = tensor(family, row_width, row_dtype)
             return LayerCache(window=rows, entries=None, state=None, index=None, index_state=None)
 
         def layer(ratio: int) -> LayerCache:
@@ -52,7 +59,7 @@ class Caches:
             indexed = f"index_{ratio}" if overlap else None
             return replace(
                 window("window"),
-                entries=tensor(f"rows_{ratio}", config.head_dim, dtype) if ratio else None,
+                entries=tensor(f"rows_{ratio}", row_width, row_dtype) if ratio else None,
                 state=state,
                 index=tensor(indexed, config.index_head_dim, dtype) if indexed else None,
                 index_state=tensor(f"state_{ratio}", 4 * config.index_head_dim, torch.float32) if overlap else None,

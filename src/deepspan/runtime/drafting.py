@@ -21,6 +21,7 @@ from deepspan.model.batch import AttentionMetadata, BatchCaches, ForwardBatch, P
 from deepspan.model.drafter import DSpark, slot_tokens
 from deepspan.model.network import DeepseekV4
 from deepspan.model.rope import BatchRope
+from deepspan.ops.rows import store_rows
 from deepspan.runtime.batch_builder import query_blocks
 from deepspan.runtime.buffers import Buffer
 from deepspan.runtime.caches import Caches
@@ -73,7 +74,7 @@ class Drafting:
         rope = BatchRope(self._network.rope_tables(batch.positions.device), batch.positions)
         rows = self._drafter.context_rows(self._drafter.context(streams), rope)
         for cache, new in zip(self._caches.draft_layers, rows, strict=True):
-            cache.window.flatten(0, 1)[where] = new.to(cache.window.dtype)
+            store_rows(new, cache.window, where, self._config.qk_rope_head_dim)
 
     def propose(self, anchors: Sequence[Anchor]) -> list[Drafts]:
         """Guesses of each anchor, as many as wanted or fewer: they end at a token that ends the text.

@@ -1,13 +1,9 @@
 """A checkpoint folder: which safetensors files it has, which tensors they hold, and lazy access to each.
 
-Files are memory-mapped; nothing is read before it is asked for. Invariants: every stored key is in exactly one file; an
-index and its files agree. Used by `weights.load` and by inspection.
+Files are memory-mapped; nothing is read before it is asked for. Invariant: no tensor can be asked for before the
+headers of all files were found right and in agreement (`weights.folder`). Used by `weights.load`.
 """
 
-import json
-import logging
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,40 +12,27 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from deepspan.errors import WeightsError
+from deepspan.weights.folder import DESCRIBED_STEM, DESCRIPTION_FILE, INDEX_FILE, Headers
+from deepspan.weights.header import StoredTensor
 
-log = logging.getLogger(__name__)
-
-INDEX_FILE = "model.safetensors.index.json"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredTensor:
-    """Header of one stored tensor. dtype: safetensors' name (BF16, F32, F8_E4M3, ...)."""
-
-    file: Path
-    shape: tuple[int, ...]
-    dtype: str
+__all__ = [
+    "DESCRIBED_STEM",
+    "DESCRIPTION_FILE",
+    "INDEX_FILE",
+    "Checkpoint",
+    "StoredTensor",
+    "torch_dtype_name",
+]
 
 
-class Checkpoint:
+class Checkpoint(Headers):
     """Headers of all files of a folder, and their tensors on demand."""
 
     def __init__(self, folder: str | Path) -> None:
-        """Reads headers only. Raises WeightsError naming the file or tensor that does not fit."""
-        self.folder = Path(folder)
-        self._open: dict[Path, Any] = {}
-        self.tensors: dict[str, StoredTensor] = {}
-        index = _read_index(self.folder)
-        files = _files(self.folder, index)
-        for file in files:
-            self._read_header(file)
-        if index is not None:
-            self._check_against_index(index)
-        for file in sorted(set(self.folder.glob("*.safetensors")) - set(files)):
-            log.warning("%s is not named by %s and is not read", file.name, INDEX_FILE)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.tensors)
+        """Reads headers only. Raises WeightsError naming the files and tensors that do not fit."""
+        super().__init__(folder)
+        self.require()
+        self._open: dict[Path, Any] = {file: _opened(file) for file in self.files}
 
     def read(self, key: str, expert: int | None = None, part: int = 0, num_parts: int = 1) -> Tensor:
         """A stored tensor, or the share of one expert in a stacked one; memory-mapped where the library can."""
@@ -59,56 +42,12 @@ class Checkpoint:
         rows = self.tensors[key].shape[1] // num_parts
         return handle.get_slice(key)[expert, part * rows : (part + 1) * rows].contiguous()
 
-    def _read_header(self, file: Path) -> None:
-        try:
-            handle = safe_open(file, framework="pt")
-        except FileNotFoundError:
-            raise WeightsError(f"{file.name} is missing from {self.folder}") from None
-        except (SafetensorError, OSError) as error:
-            raise WeightsError(f"{file.name} is not a complete safetensors file: {error}") from None
-        self._open[file] = handle
-        for key in handle.keys():  # noqa: SIM118 (the handle is not a mapping)
-            if key in self.tensors:
-                raise WeightsError(f"tensor {key} is in {self.tensors[key].file.name} and again in {file.name}")
-            header = handle.get_slice(key)
-            self.tensors[key] = StoredTensor(file=file, shape=tuple(header.get_shape()), dtype=header.get_dtype())
 
-    def _check_against_index(self, index: dict[str, str]) -> None:
-        for key, name in index.items():
-            if key not in self.tensors:
-                raise WeightsError(f"{INDEX_FILE} places tensor {key} in {name}, which does not hold it")
-            if self.tensors[key].file.name != name:
-                raise WeightsError(
-                    f"{INDEX_FILE} places tensor {key} in {name}, it is in {self.tensors[key].file.name}"
-                )
-        for key, stored in self.tensors.items():
-            if key not in index:
-                raise WeightsError(f"tensor {key} of {stored.file.name} is not in {INDEX_FILE}")
-
-
-def _read_index(folder: Path) -> dict[str, str] | None:
-    file = folder / INDEX_FILE
-    if not file.exists():
-        return None
+def _opened(file: Path) -> Any:
     try:
-        weight_map = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise WeightsError(f"{file} is not a safetensors index: {error!r}") from None
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise WeightsError(f"{file}: weight_map must map tensor names to file names")
-    return weight_map
-
-
-def _files(folder: Path, index: dict[str, str] | None) -> list[Path]:
-    if index is not None:
-        return [folder / name for name in sorted(set(index.values()))]
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise WeightsError(f"no safetensors files in {folder}")
-    if len(files) > 1:
-        names = ", ".join(file.name for file in files[:3])
-        raise WeightsError(f"{folder} has {len(files)} safetensors files ({names}, ...) but no {INDEX_FILE}")
-    return files
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:  # a limit of the library that our reader of headers does not have
+        raise WeightsError(f"{file.name} cannot be opened: {error}") from None
 
 
 def torch_dtype_name(dtype: torch.dtype) -> str:

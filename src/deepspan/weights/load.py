@@ -1,14 +1,14 @@
 """Loading: every tensor of a checkpoint is used exactly once, or is left out by name and for a stated reason.
 
 Invariants: nothing missing, nothing unexpected, no wrong shape, reported all together and by name before any data is
-read. Tensors already in the network's dtype stay memory-mapped; others are converted one at a time.
+read. Quantised weights stay packed (`weights.forms`). Tensors already in the network's dtype stay memory-mapped; others
+are converted one at a time.
 Called by `llm` (through runtime) and by tests.
 """
 
 import logging
-import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,10 +17,17 @@ from deepspan.config.model import ModelConfig, load_model_config
 from deepspan.errors import WeightsError
 from deepspan.model.drafter import DSpark
 from deepspan.model.network import DeepseekV4
+from deepspan.ops.formats import Format
 from deepspan.ops.registry import OpTable, reference_ops
-from deepspan.weights.checkpoint import Checkpoint, StoredTensor
-from deepspan.weights.names import Place, is_transformers_naming, locate, originals_at
-from deepspan.weights.table import DraftKind, Storage, Table, TensorSpec, backbone_tensors, draft_tensors
+from deepspan.weights.checkpoint import Checkpoint
+from deepspan.weights.description import read_description
+from deepspan.weights.folder import StoredTensors
+from deepspan.weights.forms import Forms, canonical_scales, find_forms
+from deepspan.weights.header import StoredTensor
+from deepspan.weights.names import Place
+from deepspan.weights.packed import PackedReader, install_packed
+from deepspan.weights.placing import check_scales, expected, likely_cause, naming_of, num_stages, place_all
+from deepspan.weights.table import DraftKind, Storage, Table, TensorSpec
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +50,14 @@ class LoadedModel:
     drafter: DSpark | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """A checkpoint whose headers fit its configuration. places: original name -> where it is stored."""
+
+    places: Mapping[str, Place]
+    forms: Forms
+
+
 def load_model(
     folder: str | Path,
     *,
@@ -59,23 +74,18 @@ def load_model(
     """
     config = load_model_config(folder)
     checkpoint = Checkpoint(folder)
-    _refuse_block_formats(checkpoint)
-    places = _place_all(checkpoint, config)
-    table, left_out = _expected(config, places, drafts)
-    _check(checkpoint, table, places, config.n_routed_experts)
-
-    ops = ops or reference_ops()
-    with torch.device("meta"):
-        network = DeepseekV4(config, ops, dtype)
-        drafter = DSpark(config, ops, num_stages(places), dtype) if drafts is DraftKind.DSPARK else None
+    fit = fit_headers(checkpoint, config, drafts)
+    table, left_out = fit.forms.table, dict(fit.forms.left_out)
+    network, drafter = build(checkpoint, config, fit, dtype=dtype, ops=ops or reference_ops(), drafts=drafts)
     parts: list[torch.nn.Module] = [network, *([drafter] if drafter is not None else [])]
+    reader = PackedReader(checkpoint, fit.places, fit.forms)
+    reader.check_left_out()
     target = {name: value for part in parts for name, value in part.state_dict().items()}
     wanted = [name for name in table if name not in left_out]
     assert set(wanted) == set(target), sorted(set(wanted) ^ set(target))[:MAX_NAMES_IN_MESSAGE]
     state: dict[str, torch.Tensor] = {}
     for done, name in enumerate(wanted, start=1):
-        place = places[name]
-        stored = checkpoint.read(place.key, place.expert, place.part, place.num_parts)
+        stored = reader.read(name)
         if table[name].storage is Storage.INT64:
             _check_expert_ids(name, stored, config.n_routed_experts)
         state[name] = stored.to(device=device, dtype=target[name].dtype)
@@ -89,95 +99,71 @@ def load_model(
     return LoadedModel(config=config, network=network, left_out=left_out, drafter=drafter)
 
 
-def num_stages(names: Iterable[str]) -> int:
-    """Draft stages of a checkpoint, counted from its names, never read from a field. Raises WeightsError for gaps."""
-    stages = {int(match[1]) for name in names if (match := re.match(r"mtp\.(\d+)\.", name))}
-    if stages != set(range(len(stages))):
-        raise WeightsError(f"draft stages must be numbered from 0 without gaps, found mtp.{sorted(stages)}")
-    return len(stages)
+def fit_headers(stored: StoredTensors, config: ModelConfig, drafts: DraftKind | None = None) -> Fit:
+    """Compare what is stored with what the configuration expects, before any data is read.
+
+    Raises WeightsError with everything that does not fit, by name.
+    """
+    description = read_description(stored.folder, config.num_hidden_layers)
+    naming = naming_of(list(stored), described=description is not None)
+    places = canonical_scales(stored, place_all(list(stored), config, naming))
+    table, left_out = expected(config, places, drafts)
+    forms = find_forms(stored, table, places, left_out, config, description)
+    _check(stored, forms.table, places, config.n_routed_experts)
+    _check_scales(stored, places, forms)
+    return Fit(places=places, forms=forms)
 
 
-def _refuse_block_formats(checkpoint: Checkpoint) -> None:
-    plain = FLOAT_DTYPES | INTEGER_DTYPES
-    for key, stored in checkpoint.tensors.items():
-        if stored.dtype not in plain:
-            raise WeightsError(
-                f"tensor {key} is stored as {stored.dtype}: quantised checkpoints are not served yet; "
-                f"expected one of {', '.join(sorted(plain))}"
-            )
+def build(
+    stored: StoredTensors, config: ModelConfig, fit: Fit, *, dtype: torch.dtype, ops: OpTable, drafts: DraftKind | None
+) -> tuple[DeepseekV4, DSpark | None]:
+    """The network and its drafter on the meta device, quantised layers packed: shapes and dtypes of what is loaded."""
+    with torch.device("meta"):
+        network = DeepseekV4(config, ops, dtype)
+        drafter = DSpark(config, ops, num_stages(fit.places), dtype) if drafts is DraftKind.DSPARK else None
+    install_packed([network, *([drafter] if drafter is not None else [])], ops, stored, fit.places, fit.forms)
+    return network, drafter
 
 
-def _place_all(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Place]:
-    """Original name -> place, for everything the checkpoint holds. Raises WeightsError for names of neither scheme."""
-    renamed = is_transformers_naming(iter(checkpoint))
-    places: dict[str, Place] = {}
-    for key in checkpoint:
-        stored = _stored_at(key, config) if renamed else {_strip_vision_prefix(key): Place(key=key)}
-        for name, place in stored.items():
-            if name in places:
-                raise WeightsError(f"tensors {places[name].key} and {key} both hold {name}")
-            places[name] = place
-    return places
-
-
-def _stored_at(key: str, config: ModelConfig) -> dict[str, Place]:
-    """Original name -> place, for what lies under one transformers name."""
-    try:
-        originals = originals_at(key, config.n_routed_experts)
-    except KeyError:
-        raise WeightsError(f"unexpected tensor {key}: not a transformers name of DeepSeek-V4") from None
-    return {name: replace(locate(name), key=key) for name in originals}
-
-
-def _strip_vision_prefix(key: str) -> str:
-    return re.sub(r"^model\.(?=(vision|aligner)\.|image_)", "", key)
-
-
-def _expected(config: ModelConfig, names: Iterable[str], drafts: DraftKind | None) -> tuple[Table, dict[str, str]]:
-    """What must be there, and which of it is not loaded."""
-    table = backbone_tensors(config)
-    left_out = {name: spec.unused for name, spec in table.items() if spec.unused}
-    stages = num_stages(names)
-    if not stages and drafts is not None:
-        raise WeightsError(f"{drafts.value} drafting was asked for, and the checkpoint has no draft stages (mtp.*)")
-    if stages:
-        kind = DraftKind.MTP if "mtp.0.e_proj.weight" in names else DraftKind.DSPARK
-        if kind is DraftKind.DSPARK and config.draft is None:
-            raise WeightsError("the checkpoint has DSpark draft stages (mtp.*), config.json has no dspark_block_size")
-        draft = draft_tensors(config, stages, kind)
-        if drafts is None:
-            left_out |= dict.fromkeys(draft, "drafting is off")
-        elif drafts is not kind:
-            raise WeightsError(f"{drafts.value} drafting was asked for, the checkpoint's draft stages are {kind.value}")
-        table |= draft
-    return table, left_out
-
-
-def _check(checkpoint: Checkpoint, table: Table, places: dict[str, Place], num_experts: int) -> None:
+def _check(checkpoint: StoredTensors, table: Table, places: dict[str, Place], num_experts: int) -> None:
     found = {
         name: (table[name], checkpoint.tensors[place.key], place) for name, place in places.items() if name in table
     }
     lists = {
         "missing": [name for name in table if name not in places],
-        "unexpected": [name for name in places if name not in table],
+        "unexpected": [
+            f"{name} ({checkpoint.tensors[place.key].file.name})" for name, place in places.items() if name not in table
+        ],
         "wrong shape": [
-            f"{name} has shape {list(shape)}, expected {list(spec.shape)}"
+            f"{name} has shape {list(shape)}, expected {list(spec.shape)} ({stored.file.name})"
             for name, (spec, stored, place) in found.items()
             if (shape := _shape_at(stored, place, num_experts)) != spec.shape
         ],
         "wrong dtype": [
-            f"{name} is stored as {stored.dtype}, expected {' or '.join(sorted(dtypes))}"
+            f"{name} is stored as {stored.dtype}, expected {' or '.join(sorted(dtypes))} ({stored.file.name})"
             for name, (spec, stored, _) in found.items()
             if stored.dtype not in (dtypes := _dtypes_of(spec))
         ],
     }
     problems = [f"{label}: {_some(names)}" for label, names in lists.items() if names]
     if problems:
-        raise WeightsError(f"the checkpoint does not fit its config.json; {'; '.join(problems)}")
+        cause = likely_cause(lists["missing"], (name for name in places if name not in table))
+        raise WeightsError(
+            "; ".join(("the checkpoint does not fit its config.json", *([cause] if cause else []), *problems))
+        )
+
+
+def _check_scales(checkpoint: StoredTensors, places: Mapping[str, Place], forms: Forms) -> None:
+    scales = [
+        (f"{module}.scale", checkpoint.tensors[places[f"{module}.scale"].key])
+        for module, form in forms.formats.items()
+        if form is Format.FP8 and ".experts." not in module
+    ]
+    check_scales({name: scale.dtype for name, scale in scales}, where={name: scale.file.name for name, scale in scales})
 
 
 def _dtypes_of(spec: TensorSpec) -> frozenset[str]:
-    return INTEGER_DTYPES if spec.storage is Storage.INT64 else FLOAT_DTYPES
+    return spec.dtypes or (INTEGER_DTYPES if spec.storage is Storage.INT64 else FLOAT_DTYPES)
 
 
 def _check_expert_ids(name: str, table: torch.Tensor, num_experts: int) -> None:

@@ -2,7 +2,9 @@
 
 Original (released) names are the project's own; transformers names are those of its `DeepseekV4ForCausalLM`, which
 stacks the experts of a layer into two tensors. Vision tensors keep their names, with or without a leading `model.`.
-Invariant: `originals_at(locate(name).key)` contains `name`, and every original name has exactly one place.
+Quantised exports may use names of the program that serves them; `canonical_names` brings those back.
+Invariants: `originals_at(locate(name).key)` contains `name`, and every original name has exactly one place;
+`canonical_names` of a canonical name is that name.
 """
 
 import re
@@ -108,3 +110,49 @@ def originals_at(key: str, num_experts: int) -> list[str]:
 def is_transformers_naming(keys: Iterator[str]) -> bool:
     """Whether a checkpoint's keys follow transformers (told by any text tensor that only it would name so)."""
     return any(key in _TO_ORIGINAL[0] or _TRANSFORMERS_LAYER.fullmatch(key) for key in keys)
+
+
+# Names of serving programs, part by part of the dotted name: what stands where decides, so that nothing is renamed
+# twice (`hc_head_fn` is no head, `ffn_norm` no ffn). A fused module stands for several.
+_RENAMED_ROOT = {"embed_tokens": "embed", "lm_head": "head"}
+_RENAMED_BLOCK = {
+    "self_attn": "attn",
+    "mlp": "ffn",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+_RENAMED_PROJECTION = {
+    "gate_proj": ("w1",),
+    "up_proj": ("w3",),
+    "down_proj": ("w2",),
+    "gate_up_proj": ("w1", "w3"),
+    "wqa_wkv": ("wq_a", "wkv"),
+    "fused_wqa_wkv": ("wq_a", "wkv"),
+    "e_score_correction_bias": ("bias",),
+}
+_RENAMEABLE = re.compile(
+    r"ffn\.(experts\.\d+|shared_experts)\.(gate|up|down|gate_up)_proj\..+|attn\.(fused_)?wqa_wkv\..+|"
+    r"ffn\.gate\.e_score_correction_bias"
+)
+
+
+def canonical_names(name: str, num_layers: int) -> list[str]:
+    """Original names of a tensor that a quantised export names in its own way: several for a fused module.
+
+    Prefixes `language_model.` and `model.` are stripped once each; layers from `num_layers` on are draft stages.
+    """
+    parts = name.removeprefix("language_model.").removeprefix("model.").split(".")
+    parts[0] = _RENAMED_ROOT.get(parts[0], parts[0])
+    if parts[0] not in ("layers", "mtp") or len(parts) < 3 or not parts[1].isdecimal():
+        return [".".join(parts)]
+    stage = int(parts[1]) - num_layers
+    if parts[0] == "layers" and (stage >= 0 or parts[2] == "mtp_block"):
+        parts[:2] = ["mtp", str(stage if stage >= 0 else int(parts[1]))]
+    if parts[2] == "mtp_block":
+        del parts[2]
+    parts[2] = _RENAMED_BLOCK.get(parts[2], parts[2])
+    prefix, rest = ".".join(parts[:2]), ".".join(parts[2:])
+    if not _RENAMEABLE.fullmatch(rest):
+        return [f"{prefix}.{rest}"]
+    (place,) = (i for i, part in enumerate(parts) if part in _RENAMED_PROJECTION)
+    return [".".join((*parts[:place], new, *parts[place + 1 :])) for new in _RENAMED_PROJECTION[parts[place]]]

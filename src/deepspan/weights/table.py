@@ -23,11 +23,15 @@ class Storage(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """shape: unpacked, as the network sees it. unused: why the release never reads it, or empty."""
+    """shape: unpacked, as the network sees it. unused: why the release never reads it, or empty.
+
+    dtypes: safetensors names of the dtypes it may be stored in, where `weights.forms` has narrowed them.
+    """
 
     shape: tuple[int, ...]
     storage: Storage
     unused: str = ""
+    dtypes: frozenset[str] = frozenset()
 
 
 Table = dict[str, TensorSpec]

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from deepspan.config.model import parse_model_config
 from deepspan.text.tiny_tokenizer import write_tiny_tokenizer
-from deepspan.weights.checkpoint import INDEX_FILE
+from deepspan.weights.checkpoint import DESCRIPTION_FILE, INDEX_FILE
 from deepspan.weights.names import locate
 from deepspan.weights.table import DraftKind, Storage, Table, TensorSpec, backbone_tensors, draft_tensors
 
@@ -201,7 +201,11 @@ def _stack(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _save(folder: Path, tensors: dict[str, torch.Tensor], num_shards: int) -> None:
-    for stale in (*folder.glob("*.safetensors"), folder / INDEX_FILE):
+    for stale in (
+        *folder.glob("*.safetensors"),
+        *folder.glob("*.safetensors.index.json"),
+        folder / DESCRIPTION_FILE,
+    ):
         stale.unlink(missing_ok=True)
     if num_shards == 1:
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
