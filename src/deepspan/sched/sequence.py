@@ -19,8 +19,8 @@ class Sequence:
     num_computed: tokens whose cache rows exist. num_cached: of the prompt's, those found at first admission, None
     before it. row: of the runtime's buffers, None while waiting. after: id of a request whose prompt must be computed
     first, so that this one can share it. held: digests of images that are kept for it. drafts: guesses for the tokens
-    behind the last one. is_drafted: whether there may be any. redrafts: guesses were lost with the row, and are made anew
-    before the next token is chosen.
+    behind the last one. is_drafted: whether there may be any. redrafts: guesses were lost with the row, and
+    are made anew before the next token is chosen.
     """
 
     request_id: int
