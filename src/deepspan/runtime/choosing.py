@@ -27,10 +27,17 @@ from deepspan.runtime.verification import accepts, block_length, draw, log_distr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drafts:
-    """Guesses for the next tokens. log_q: float64 [V] that each was drawn from, None where it was the likeliest."""
+    """Guesses for the next tokens. log_q: float64 [V] that each was drawn from, None where it was the likeliest.
+
+    Fewer guesses are a shorter record: there is no placeholder, whose id would point at a token of the vocabulary.
+    """
 
     tokens: tuple[int, ...] = ()
     log_q: tuple[Tensor | None, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert len(self.tokens) == len(self.log_q), "every guess was drawn from something"
+        assert all(token >= 0 for token in self.tokens), "a placeholder is no guess"
 
     def first(self, count: int) -> "Drafts":
         return Drafts(tokens=self.tokens[:count], log_q=self.log_q[:count])
