@@ -6,6 +6,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from deepspan.cli.draft_report import DraftCounts, one_line
 from deepspan.cli.generate import load
 from deepspan.cli.options import DraftOptions
 from deepspan.cli.progress import counting, notes
@@ -31,6 +32,8 @@ def run(
         print(json.dumps({s.skill: {"right": s.num_right, "asked": s.num_asked} for s in scores}, indent=2))
     else:
         Console().print(_table(scores))
+    if (rates := DraftCounts.of_stats(llm.stats).rates()) is not None:
+        notes.print(f"guesses: {one_line(rates)}", markup=False)
     if failures:
         for score in scores:
             for question, right, given in score.failures:
