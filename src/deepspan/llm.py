@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -105,7 +105,7 @@ class LLM:
             dtype=compute,
             device=target,
             ops=bind(resolve(target.type, compute, providers)),
-            drafts=None if engine.draft_method == "off" else DraftKind(engine.draft_method),
+            drafts=_drafts_to_load(engine),
             progress=progress,
         )
         self.config = loaded.config
@@ -114,7 +114,8 @@ class LLM:
             raise ConfigError(
                 f"the tokenizer has ids up to {self.tokenizer.vocab_size - 1}, vocab_size is {self.config.vocab_size}"
             )
-        self.engine = engine.with_drafts(self.config).checked(self.config)
+        stored = "dspark" if loaded.drafter is not None else None
+        self.engine = engine.with_drafts(self.config, stored).checked(self.config)
         self._inputs = InputBuilder(
             self.config,
             self.tokenizer,
@@ -259,6 +260,12 @@ class LLM:
                 self.core.abort(request_id)
                 self.core.take(request_id)
             raise
+
+
+def _drafts_to_load(engine: EngineConfig) -> DraftKind | Literal["auto"] | None:
+    if engine.draft_method in ("off", "auto"):
+        return "auto" if engine.draft_method == "auto" else None
+    return DraftKind(engine.draft_method)
 
 
 def _is_one_prompt(prompts: object) -> bool:

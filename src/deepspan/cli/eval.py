@@ -6,20 +6,34 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from deepspan.cli.draft_report import DraftCounts, one_line
 from deepspan.cli.generate import load
+from deepspan.cli.options import DraftOptions
 from deepspan.cli.progress import counting, notes
+from deepspan.config.engine import EngineConfig
 from deepspan.evaluate import Score, evaluate
 
 
-def run(*, model: Path | None, questions: int, as_json: bool, failures: bool, device: str, dtype: str) -> None:
+def run(
+    *,
+    model: Path | None,
+    questions: int,
+    as_json: bool,
+    failures: bool,
+    device: str,
+    dtype: str,
+    drafts: DraftOptions,
+) -> None:
     """Print the table (or JSON) to stdout, progress to stderr."""
-    llm = load(model, device=device, dtype=dtype)
+    llm = load(model, device=device, dtype=dtype, engine=EngineConfig(**drafts.engine_fields()))
     with counting("asking", "questions") as progress:
         scores = evaluate(llm, questions, progress=progress)
     if as_json:
         print(json.dumps({s.skill: {"right": s.num_right, "asked": s.num_asked} for s in scores}, indent=2))
     else:
         Console().print(_table(scores))
+    if (rates := DraftCounts.of_stats(llm.stats).rates()) is not None:
+        notes.print(f"guesses: {one_line(rates)}", markup=False)
     if failures:
         for score in scores:
             for question, right, given in score.failures:

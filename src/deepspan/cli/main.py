@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from deepspan.cli.options import DraftOptions, takes_drafts
 from deepspan.errors import DeepspanError
 from deepspan.version import __version__
 
@@ -65,6 +66,7 @@ def _root(
 
 
 @app.command()
+@takes_drafts
 def generate(
     question: Annotated[str, typer.Argument(help="What to ask.", show_default=False)],
     model: Model = None,
@@ -86,17 +88,20 @@ def generate(
     ] = "serving",
     device: Device = "auto",
     dtype: Dtype = "auto",
+    *,
+    drafts: DraftOptions,
 ) -> None:
     """Answer one question, about pictures if any are given, streaming to the terminal."""
     _verb(
         "generate", "run",
         question=question, model=model, images=image or [], system=system, effort=effort, raw=raw,
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed,
-        image_mode=image_mode, device=device, dtype=dtype,
+        image_mode=image_mode, device=device, dtype=dtype, drafts=drafts,
     )  # fmt: skip
 
 
 @app.command()
+@takes_drafts
 def chat(
     model: Model = None,
     image: Annotated[
@@ -110,16 +115,19 @@ def chat(
     seed: Annotated[int | None, typer.Option(help="Same seed, same text.", show_default=False)] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    *,
+    drafts: DraftOptions,
 ) -> None:
     """Talk with a model in the terminal, about pictures too; lines beginning with / are commands, /help lists them."""
     _verb(
         "chat", "run",
         model=model, images=image or [], system=system, effort=effort, max_tokens=max_tokens, temperature=temperature,
-        seed=seed, device=device, dtype=dtype,
+        seed=seed, device=device, dtype=dtype, drafts=drafts,
     )  # fmt: skip
 
 
 @app.command()
+@takes_drafts
 def serve(
     model: Model = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
@@ -169,6 +177,8 @@ def serve(
     drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds that running requests get at the end.")] = 30.0,
     strict: Annotated[bool, typer.Option(help="Refuse fields that nobody knows.")] = False,
     guard_metrics: Annotated[bool, typer.Option(help="Ask for the key at /metrics too.")] = False,
+    *,
+    drafts: DraftOptions,
 ) -> None:
     """Serve the OpenAI- and Anthropic-compatible API over HTTP."""
     _verb(
@@ -180,6 +190,7 @@ def serve(
         remote_images=remote_images, image_domain=image_domain or [], private_images=private_images,
         image_folder=image_folder, max_images=max_images, max_image_mib=max_image_mib, max_body_mib=max_body_mib,
         request_timeout=request_timeout, drain_timeout=drain_timeout, strict=strict, guard_metrics=guard_metrics,
+        drafts=drafts,
     )  # fmt: skip
 
 
@@ -205,6 +216,7 @@ def tiny(
 
 
 @eval_app.command("tiny")
+@takes_drafts
 def eval_tiny(
     model: Model = None,
     questions: Annotated[int, typer.Option(min=1, help="Questions per skill (fewer of the long ones).")] = 100,
@@ -212,10 +224,12 @@ def eval_tiny(
     failures: Annotated[bool, typer.Option("--failures", help="Show the first wrong answers of each skill.")] = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    *,
+    drafts: DraftOptions,
 ) -> None:
     """Accuracy of deepspan-tiny's skills on held-out pictures and texts."""
     _verb("eval", "run", model=model, questions=questions, as_json=as_json, failures=failures,
-          device=device, dtype=dtype)  # fmt: skip
+          device=device, dtype=dtype, drafts=drafts)  # fmt: skip
 
 
 @bench_app.command("serve")

@@ -86,6 +86,7 @@ class Runner:
             tokens={request_id: found.tokens for request_id, found in chosen.items()},
             failed=failed,
             accepted={request_id: found.num_accepted for request_id, found in chosen.items()},
+            invalid={request_id: found.num_invalid for request_id, found in chosen.items() if found.num_invalid},
             drafts=drafts,
             logprobs={request_id: found.logprobs for request_id, found in chosen.items() if found.logprobs},
             prompt_logprobs=prompt_logprobs,
