@@ -1,0 +1,169 @@
+"""What a device holds while a model is served: weights, caches, buffers; worked out without any of it being there.
+
+The network, its caches and its buffers are built as a run builds them, on the meta device, and measured: so the numbers
+are those of the run, whatever the checkpoint's format. Invariant: nothing of the checkpoint but headers is read. What a
+step needs while it runs (activations) is not in it: it depends on the device's kernels and is measured at start-up.
+Called by `deepspan inspect memory`.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from deepspan.config.engine import EngineConfig
+from deepspan.config.model import ModelConfig
+from deepspan.errors import ConfigError
+from deepspan.kv.capacity import Capacity, decoding_blocks, in_flight_tokens, plan_capacity, request_blocks
+from deepspan.kv.families import Family, cache_families
+from deepspan.model.drafter import DSpark
+from deepspan.model.network import DeepseekV4
+from deepspan.ops.registry import reference_ops
+from deepspan.runtime.caches import Caches
+from deepspan.runtime.drafting import Drafting
+from deepspan.runtime.step_builder import StepBuilder
+from deepspan.weights.folder import StoredTensors
+from deepspan.weights.inventory import DRAFT_EXPERTS, EXPERTS, PARTS, part_of
+from deepspan.weights.load import build, fit_headers
+from deepspan.weights.table import DraftKind
+
+_META = torch.device("meta")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FamilyUse:
+    """Bytes of one cache family. per_token: what every token adds for good; 0 where rows slide out of sight.
+
+    decoding, prefilling: what a request of full length holds at most while it decodes, and while whole steps are its.
+    """
+
+    family: Family
+    per_token: float
+    decoding: int
+    prefilling: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """Bytes of one device. weights: by part, in the order of the network. read: of the files, what is loaded of them.
+
+    caches: tensors and block tables. buffers: indices of a step. encoder_rows: outputs of images that are kept.
+    """
+
+    weights: Mapping[str, int]
+    read: int
+    caches: int
+    buffers: int
+    encoder_rows: int
+    families: tuple[FamilyUse, ...]
+    capacity: Capacity
+
+    @property
+    def total(self) -> int:
+        return sum(self.weights.values()) + self.caches + self.buffers + self.encoder_rows
+
+
+def footprint(
+    stored: StoredTensors,
+    config: ModelConfig,
+    engine: EngineConfig,
+    *,
+    dtype: torch.dtype,
+    num_ranks: int = 1,
+    cache_bytes: int | None = None,
+    device_bytes: int | None = None,
+) -> Footprint:
+    """engine: checked against the model. dtype: of activations, and of rows with kv_dtype auto.
+
+    num_ranks: devices among which routed experts are divided; all else is on each. cache_bytes: memory for caches, or
+    device_bytes: of which caches take what is left. Raises ConfigError or WeightsError naming what does not fit.
+    """
+    if num_ranks < 1 or config.n_routed_experts % num_ranks:
+        raise ConfigError(f"{num_ranks} ranks do not divide n_routed_experts {config.n_routed_experts}")
+    drafts = None if engine.draft_method == "off" else DraftKind(engine.draft_method)
+    fit = fit_headers(stored, config, drafts)
+    network, drafter = build(stored, config, fit, dtype=dtype, ops=reference_ops(), drafts=drafts)
+    weights = _weight_bytes([network, *([drafter] if drafter is not None else [])], num_ranks)
+    read = Counter[str]()
+    for name, spec_place in fit.places.items():
+        if name not in fit.forms.left_out:
+            tensor = stored.tensors[spec_place.key]
+            shares = tensor.shape[0] * spec_place.num_parts if spec_place.expert is not None else 1
+            read[part_of(name)] += tensor.num_bytes // shares
+    row_dtype = dtype if engine.kv_dtype == "auto" else torch.bfloat16
+    stages = drafter.num_stages if drafter is not None else 0
+    families = cache_families(
+        config,
+        engine.block_tokens,
+        row_dtype.itemsize,
+        engine.num_drafts,
+        stages,
+        is_packed=engine.kv_dtype == "fp8",
+    )
+    rows = engine.encoder_rows * config.hidden_size * dtype.itemsize if config.vision is not None else 0
+    if device_bytes is not None:
+        fixed = sum(weights.values()) + rows
+        nothing = dict.fromkeys((family.name for family in families), 0)
+        fixed += sum(_cache_bytes(config, engine, families, nothing, row_dtype, network, drafter))
+        cache_bytes = device_bytes - fixed
+        if cache_bytes <= 0:
+            raise ConfigError(
+                f"weights and buffers take {fixed:,} bytes of a device that has {device_bytes:,}: nothing is left"
+            )
+    assert cache_bytes is not None, "caches take so many bytes, or what a device has left"
+    capacity = plan_capacity(families, engine, cache_bytes)
+    caches, buffers = _cache_bytes(config, engine, families, capacity.num_blocks, row_dtype, network, drafter)
+    return Footprint(
+        weights=weights,
+        read=sum(_per_rank(read, num_ranks).values()),
+        caches=caches,
+        buffers=buffers,
+        encoder_rows=rows,
+        families=tuple(_use(family, engine) for family in families),
+        capacity=capacity,
+    )
+
+
+def _weight_bytes(modules: Sequence[torch.nn.Module], num_ranks: int) -> dict[str, int]:
+    found = Counter[str]()
+    for name, value in {name: value for module in modules for name, value in module.state_dict().items()}.items():
+        found[part_of(name)] += value.nbytes
+    return _per_rank(found, num_ranks)
+
+
+def _per_rank(num_bytes: Mapping[str, int], num_ranks: int) -> dict[str, int]:
+    """By part, in the order of the network; experts are as large as each other."""
+    return {
+        part: num_bytes[part] // (num_ranks if part in (EXPERTS, DRAFT_EXPERTS) else 1)
+        for part in PARTS
+        if part in num_bytes
+    }
+
+
+def _cache_bytes(
+    config: ModelConfig,
+    engine: EngineConfig,
+    families: Sequence[Family],
+    num_blocks: Mapping[str, int],
+    row_dtype: torch.dtype,
+    network: DeepseekV4,
+    drafter: DSpark | None,
+) -> tuple[int, int]:
+    """Caches with their tables, and the buffers of steps."""
+    caches = Caches(config, engine, families, num_blocks, row_dtype, _META)
+    buffers = StepBuilder(config, engine, families, caches, _META).num_bytes
+    if drafter is not None:
+        buffers += Drafting(drafter, network, config, engine, caches, _META).num_bytes
+    return caches.num_bytes, buffers
+
+
+def _use(family: Family, engine: EngineConfig) -> FamilyUse:
+    length, is_kept = engine.max_model_len, family.kind == "rows"
+    most = request_blocks(family, length, in_flight_tokens(engine))
+    return FamilyUse(
+        family=family,
+        per_token=family.block_bytes / family.block_tokens if is_kept else 0,
+        decoding=(most if is_kept else min(most, decoding_blocks(family, engine))) * family.block_bytes,
+        prefilling=most * family.block_bytes,
+    )
