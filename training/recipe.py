@@ -15,7 +15,7 @@ from deepspan.model.network import DeepseekV4
 from deepspan.ops.registry import OpTable
 from deepspan.weights.tiny import tiny_config
 
-RATIOS = (0, 0, 4, 128, 4)
+RATIOS = (0, 0, 4, 128, 4, 4)
 NUM_EXPERTS = 8
 TEXT_EXPERTS = range(4, 8)  # where text rows start; image rows start in the others, told apart by bias and bias_vl
 START_BIAS = 2.0  # above every difference of scores: the bias decides, not the scores
@@ -50,7 +50,7 @@ DRAFT_FIELDS: dict[str, Any] = {
     "compress_ratios": [*RATIOS, *[0] * DRAFT_STAGES],
     "num_nextn_predict_layers": DRAFT_STAGES,
     "dspark_block_size": 5,
-    "dspark_target_layer_ids": [2, 3, 4],
+    "dspark_target_layer_ids": [3, 4, 5],
     "dspark_markov_rank": 32,
 }
 

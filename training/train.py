@@ -39,6 +39,7 @@ AVERAGE_EVERY = 20  # steps
 PLACE_LAYER = 1
 NUMBER_LAYER = 3  # one compressed layer has seen the pictures before
 COUNT_SHARE = 0.2  # of the weight of places
+NEW_LAYER_SHARE = 0.1  # of what a copied layer adds to the streams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,8 +144,22 @@ class Trainer:
             mine = [key for key in tensors if key.startswith(f"{name}.")]
             if mine:  # weights of before this head was added leave it as it starts
                 head.load_state_dict({key.removeprefix(f"{name}."): tensors.pop(key) for key in mine})
-        self.network.load_state_dict(tensors)
+        self.network.load_state_dict(self._with_last_layer(tensors))
         _level(self.network)
+
+    def _with_last_layer(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Weights of a network one layer shallower begin this one: its last layer copies the one before, faintly.
+
+        The streams pass the new layer as they pass any at the start of a run from scratch.
+        """
+        before, last = (f"layers.{len(self.network.layers) - back}." for back in (2, 1))
+        if not any(name.startswith(last) for name in tensors):
+            fresh = self.network.state_dict()
+            for name in [name for name in tensors if name.startswith(before)]:
+                new = name.replace(before, last)
+                share = NEW_LAYER_SHARE if any(part in name for part in ("wo_b", ".w2.")) else 1
+                tensors[new] = fresh[new] if ".hc_" in name else tensors[name] * share
+        return tensors
 
     def train_step(self, batch: list[Example]) -> None:
         """One update."""
