@@ -78,8 +78,8 @@ def test_inspect_weights_of_headers_alone_prints_parts_and_totals(run, tmp_path)
     folder = write_release(tmp_path / "text", raw, expected_headers(parse_model_config(raw), tmp_path).tensors)
     code, out, err = run("weights", folder)
     assert (code, err) == (0, "")
-    assert re.search(r"all +│ 69,187 │ 290,942,289,362 │ 159,609,485,896 │ 148.65 GiB", out)
-    assert re.search(r"routed experts +│ 66,048 │ 277,025,390,592", out)
+    assert re.search(r"all +│ +69,187 │ +290,942,289,362 │ +159,609,485,896 │ 148\.65 GiB", out)
+    assert re.search(r"routed experts +│ +66,048 │ +277,025,390,592", out)
     assert "13,799,632,471 parameters compute a token" in out
     assert "no problems found" in out
     assert "tensors that are not loaded: 1,575 (drafting is off)" in out

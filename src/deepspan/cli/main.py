@@ -270,9 +270,7 @@ def inspect_ops(device: Device = "auto", dtype: Dtype = "auto") -> None:
 def inspect_weights(
     model: ModelArgument = None,
     as_json: AsJson = False,
-    all_problems: Annotated[
-        bool, typer.Option("--all", help="List every problem, not some of each kind.")
-    ] = False,
+    all_problems: Annotated[bool, typer.Option("--all", help="List every problem, not some of each kind.")] = False,
 ) -> None:
     """Show what a checkpoint holds and all that is wrong with it, from headers, an index or config.json alone.
 
