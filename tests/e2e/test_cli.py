@@ -270,28 +270,3 @@ def test_inspect_ops_lists_every_operation_and_its_provider(run):
 
 def test_inspect_ops_of_unknown_device_is_refused(run):
     _refused(run("inspect", "ops", "--device", "tpu9000"), "device 'tpu9000' cannot be used")
-
-
-# --- inspect cache
-
-
-def test_inspect_cache_shows_families_and_whole_requests(run, text_folder):
-    code, out, _ = run("inspect", "cache", "--model", text_folder, "--memory", "512MiB", "--max-model-len", 4096)
-    assert code == 0
-    for family in ("window", "rows_4", "index_4", "state_4"):
-        assert re.search(rf"{family} .*\d", out)
-    assert re.search(r"requests of 4,096 tokens at once: \d+", out)
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "message"),
-    [
-        ("--memory", "5 cats", "memory must be a number"),
-        ("--memory", "1KB", "the cache needs"),
-        ("--dtype", "x", "dtype must be"),
-    ],
-)
-def test_inspect_cache_refuses_what_cannot_be(run, text_folder, option, value, message):
-    code, _, err = run("inspect", "cache", "--model", text_folder, option, value)
-    assert code == 2
-    assert message in err

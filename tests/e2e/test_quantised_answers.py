@@ -1,7 +1,5 @@
 """Quantised checkpoints through the whole engine: the trained model still answers right, and drafts change nothing."""
 
-import json
-
 import pytest
 import torch
 from quantised_helpers import decoded_tensors, write_plain
@@ -93,10 +91,3 @@ def test_tiny_command_with_an_unknown_format_writes_nothing(tmp_path):
     assert result.exit_code != 0
     assert "int3" in str(result.exception)
     assert not (tmp_path / "out").exists()
-
-
-def test_inspect_cache_counts_packed_rows():
-    result = CliRunner().invoke(app, ["inspect", "cache", "--dtype", "fp8"])
-    assert result.exit_code == 0
-    layers = json.loads((bundled_model() / "config.json").read_text())["num_hidden_layers"]
-    assert f"{layers * 128 * 584:,}" in result.output

@@ -7,7 +7,14 @@ from scheduling import small_engine, small_families
 from deepspan.config.engine import EngineConfig
 from deepspan.config.model import parse_model_config
 from deepspan.errors import ConfigError
-from deepspan.kv.capacity import capacity_of, full_blocks, plan_capacity, request_blocks, sliding_blocks
+from deepspan.kv.capacity import (
+    capacity_of,
+    full_blocks,
+    lengths_text,
+    plan_capacity,
+    request_blocks,
+    sliding_blocks,
+)
 from deepspan.kv.families import cache_families
 
 LENGTH, IN_FLIGHT = 133_120, 4096
@@ -44,6 +51,18 @@ def test_capacity_is_counted_in_whole_requests():
     capacity = capacity_of(families, engine, counts)
     assert capacity.max_requests == 2
     assert capacity.num_tokens == rows * 16
+
+
+def test_tokens_worth_almost_three_requests_are_not_shown_as_three():
+    """The published pool: 398,789 tokens for requests of 133,120, which is 2.9957 of them, is often printed as 3.0."""
+    assert lengths_text(398_789, LENGTH) == "2.99"
+    assert lengths_text(3 * LENGTH, LENGTH) == "3.00"
+    assert lengths_text(1_234 * LENGTH + 1, LENGTH) == "1,234.00"
+    families = cache_families(parse_model_config(released.flash_vision()), 128, 2)
+    engine = EngineConfig(max_model_len=LENGTH, max_batched_tokens=IN_FLIGHT)
+    for tokens, requests in ((398_789, 2), (3 * LENGTH - 1, 2), (3 * LENGTH, 3)):
+        counts = {family.name: tokens // 128 if family.kind == "rows" else 10_000 for family in families}
+        assert capacity_of(families, engine, counts).max_requests == requests
 
 
 def test_planned_capacity_stays_within_memory_and_serves_the_longest_request():

@@ -32,8 +32,16 @@ app.add_typer(inspect_app, name="inspect")
 Model = Annotated[
     Path | None, typer.Option("--model", "-m", help="Checkpoint folder; the bundled deepspan-tiny if not given.")
 ]
+ModelArgument = Annotated[
+    Path | None,
+    typer.Argument(help="Checkpoint folder or config.json; deepspan-tiny if not given.", show_default=False),
+]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, npu, ... (any PyTorch device).")]
 Dtype = Annotated[str, typer.Option(help="auto, float32 or bfloat16.")]
+KvDtype = Annotated[
+    str, typer.Option(help="Cached rows: auto (as computed), bfloat16, or fp8 (as the release rounds them).")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print as JSON.")]
 
 
 def main() -> None:
@@ -137,9 +145,7 @@ def serve(
     ] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
-    kv_dtype: Annotated[
-        str, typer.Option(help="Cached rows: auto (as computed), bfloat16, or fp8 (as the release rounds them).")
-    ] = "auto",
+    kv_dtype: KvDtype = "auto",
     cache_memory: Annotated[
         str | None, typer.Option(help="Memory for caches, such as 8GiB.", show_default=False)
     ] = None,
@@ -274,15 +280,54 @@ def inspect_ops(device: Device = "auto", dtype: Dtype = "auto") -> None:
     _verb("inspect", "show_ops", device=device, dtype=dtype)
 
 
-@inspect_app.command("cache")
-def inspect_cache(
-    model: Model = None,
-    memory: Annotated[str, typer.Option(help="Memory for all caches, such as 8GiB.")] = "8GiB",
+@inspect_app.command("weights")
+def inspect_weights(
+    model: ModelArgument = None,
+    as_json: AsJson = False,
+    all_problems: Annotated[bool, typer.Option("--all", help="List every problem, not some of each kind.")] = False,
+) -> None:
+    """Show what a checkpoint holds and all that is wrong with it, from headers, an index or config.json alone.
+
+    Exit code 1 if something is wrong.
+    """
+    _verb("inspect_weights", "show_weights", model=model, as_json=as_json, all_problems=all_problems)
+
+
+@inspect_app.command("config")
+def inspect_config(model: ModelArgument = None, as_json: AsJson = False) -> None:
+    """Show what the configuration of a model says: layers, experts, vision, drafts, formats."""
+    _verb("inspect_config", "show_config", model=model, as_json=as_json)
+
+
+@inspect_app.command("memory")
+def inspect_memory(
+    model: ModelArgument = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    kv_dtype: KvDtype = "auto",
+    draft_method: Annotated[str, typer.Option(help="Draft stages that are loaded: off, dspark or mtp.")] = "off",
+    num_devices: Annotated[
+        int, typer.Option(min=1, help="Devices that share the routed experts; all else is on each.")
+    ] = 1,
+    cache_memory: Annotated[
+        str | None, typer.Option(help="Memory for caches; 8GiB if nothing is said.", show_default=False)
+    ] = None,
+    device_memory: Annotated[
+        str | None, typer.Option(help="Memory of a device, such as 96GiB; caches get what is left.", show_default=False)
+    ] = None,
     max_model_len: Annotated[int, typer.Option(help="Tokens of one request, prompt and output.")] = 131_072,
     max_num_seqs: Annotated[int, typer.Option(help="Requests running at once.")] = 32,
     max_batched_tokens: Annotated[int, typer.Option(help="Tokens of one step.")] = 2048,
-    dtype: Annotated[str, typer.Option(help="Of cached rows: float32, bfloat16 or fp8.")] = "bfloat16",
+    read_rate: Annotated[
+        str | None,
+        typer.Option(help="Bytes a second that files come at, such as 2GB; measured if not given.", show_default=False),
+    ] = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Show what the caches of a model cost, and how many requests they serve."""
-    _verb("cache", "show_cache", model=model, memory=memory, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
-          max_batched_tokens=max_batched_tokens, dtype=dtype)  # fmt: skip
+    """Show what a device would hold, what requests cost, how many fit at once, and how long loading takes."""
+    _verb(
+        "inspect_memory", "show_memory",
+        model=model, device=device, dtype=dtype, kv_dtype=kv_dtype, draft_method=draft_method, num_devices=num_devices,
+        cache_memory=cache_memory, device_memory=device_memory, max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens, read_rate=read_rate, as_json=as_json,
+    )  # fmt: skip

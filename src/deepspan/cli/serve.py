@@ -11,9 +11,9 @@ from rich.logging import RichHandler
 
 from deepspan.async_llm import AsyncLLM
 from deepspan.bundled import bundled_model
-from deepspan.cli.cache import parse_bytes
 from deepspan.cli.options import DraftOptions
 from deepspan.cli.progress import counting, notes
+from deepspan.cli.sizes import parse_bytes
 from deepspan.config.engine import EngineConfig
 from deepspan.errors import ConfigError
 from deepspan.image.decode import ImageLimits

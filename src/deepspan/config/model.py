@@ -79,6 +79,7 @@ class ModelConfig:
     """Everything that shapes the network.
 
     compress_ratios: one of {0, 4, other positive ratio} per backbone layer; entries for draft stages are cut off.
+    num_draft_ratios: how many were cut off, which estimates take for the number of stages; loaders count what is there.
     vision: None for a text-only checkpoint. draft: None if the file has no DSpark fields.
     """
 
@@ -93,6 +94,7 @@ class ModelConfig:
     o_groups: int
     sliding_window: int
     compress_ratios: tuple[int, ...]
+    num_draft_ratios: int
     index_n_heads: int
     index_head_dim: int
     index_topk: int
@@ -150,6 +152,7 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
     _check_identity(raw)
     fields = Fields(raw)
     num_layers = fields.positive("num_hidden_layers")
+    ratios = _compress_ratios(fields, num_layers)
     config = ModelConfig(
         vocab_size=fields.positive("vocab_size"),
         hidden_size=fields.positive("hidden_size"),
@@ -161,7 +164,8 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
         o_lora_rank=fields.positive("o_lora_rank"),
         o_groups=fields.positive("o_groups"),
         sliding_window=fields.positive("sliding_window"),
-        compress_ratios=_compress_ratios(fields, num_layers),
+        compress_ratios=ratios[:num_layers],
+        num_draft_ratios=len(ratios) - num_layers,
         index_n_heads=fields.positive("index_n_heads"),
         index_head_dim=fields.positive("index_head_dim"),
         index_topk=fields.positive("index_topk"),
@@ -225,6 +229,7 @@ def _check_fixed_choices(fields: Fields) -> None:
 
 
 def _compress_ratios(fields: Fields, num_layers: int) -> tuple[int, ...]:
+    """Of the layers, and behind them those of draft stages."""
     ratios = fields.int_list("compress_ratios")
     if len(ratios) < num_layers:
         raise ConfigError(f"compress_ratios has {len(ratios)} entries for num_hidden_layers {num_layers}")
@@ -237,7 +242,7 @@ def _compress_ratios(fields: Fields, num_layers: int) -> tuple[int, ...]:
             )
     if any(draft):
         raise ConfigError(f"compress_ratios of draft stages must be 0, found {list(draft)}")
-    return tuple(backbone)
+    return tuple(ratios)
 
 
 def _rope_config(fields: Fields) -> RopeConfig:

@@ -1,7 +1,7 @@
 """How many blocks a request needs, how many a memory budget gives, and how many requests that serves.
 
 Owns the formulas. Counting is by whole blocks in every family: a token count divided by a token count promises requests
-that do not fit. Called at start-up, at admission and by `deepspan inspect cache`.
+that do not fit. Called at start-up, at admission and by `deepspan inspect`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,6 +43,12 @@ def request_blocks(family: Family, length: int, in_flight: int) -> int:
     if family.kind == "rows":
         return full
     return min(full, sliding_blocks(family.reach, in_flight, length, family.block_tokens))
+
+
+def lengths_text(num_tokens: int, length: int) -> str:
+    """How many times `num_tokens` holds `length`, cut after two digits: 2.9957 must not look like three requests."""
+    hundredths = num_tokens * 100 // length
+    return f"{hundredths // 100:,}.{hundredths % 100:02}"
 
 
 def in_flight_tokens(engine: EngineConfig) -> int:
@@ -97,7 +103,7 @@ def _max_requests(family: Family, engine: EngineConfig, num_blocks: int) -> int:
     """Requests of full length that a family can hold at once, whoever of them has the tokens of a step."""
     if family.kind == "rows":
         return num_blocks // full_blocks(reserved_tokens(engine.max_model_len, engine), family.block_tokens)
-    return (num_blocks - full_blocks(in_flight_tokens(engine), family.block_tokens)) // _decoding(family, engine)
+    return (num_blocks - full_blocks(in_flight_tokens(engine), family.block_tokens)) // decoding_blocks(family, engine)
 
 
 def _working_blocks(family: Family, engine: EngineConfig) -> int:
@@ -105,10 +111,10 @@ def _working_blocks(family: Family, engine: EngineConfig) -> int:
     if family.kind == "rows":
         return 0
     in_flight = full_blocks(in_flight_tokens(engine), family.block_tokens)
-    return engine.max_num_seqs * _decoding(family, engine) + in_flight
+    return engine.max_num_seqs * decoding_blocks(family, engine) + in_flight
 
 
-def _decoding(family: Family, engine: EngineConfig) -> int:
+def decoding_blocks(family: Family, engine: EngineConfig) -> int:
     """Blocks of a sliding family that one request holds while it decodes."""
     # A step verifies one draft after another and guesses as many behind them.
     in_flight = 1 + 2 * engine.num_drafts

@@ -19,6 +19,11 @@ class Buffer:
         self._staged = staged
         self.device = staged if device.type == "cpu" else torch.zeros_like(staged, device=device)
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the device's side."""
+        return self.device.nbytes
+
     def upload(self, count: int) -> Tensor:
         """The first `count` elements, as they are on the host now."""
         if self.device is not self._staged:

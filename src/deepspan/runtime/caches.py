@@ -6,7 +6,7 @@ writes. Sizes come from `kv.families`. Used by `runtime.step_builder`.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import torch
@@ -70,6 +70,14 @@ class Caches:
         self.draft_layers = tuple(window(DRAFT) for _ in range(stages))
         longest = -(-(engine.max_model_len + engine.num_drafts) // engine.block_tokens)
         self._tables = {family.name: Buffer((engine.max_num_seqs, longest), device) for family in families}
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors, null blocks and tables included."""
+        tensors = [
+            getattr(layer, field.name) for layer in (*self.layers, *self.draft_layers) for field in fields(layer)
+        ]
+        return sum(t.nbytes for t in tensors if t is not None) + sum(t.num_bytes for t in self._tables.values())
 
     @property
     def tables(self) -> dict[str, Tensor]:

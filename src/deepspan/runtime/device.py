@@ -40,10 +40,15 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
 def default_cache_bytes(device: torch.device, largest_step: int) -> int:
     """Memory that caches may take unless something else is said.
 
-    An eighth of the machine's on CPUs; nine tenths of what an accelerator has left beside the weights and the largest
-    step (bytes).
+    An eighth of the machine's on CPUs; a share of what an accelerator has left beside the weights and the largest step
+    (bytes).
     """
     if device.type == "cpu":
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 8
     free, _ = torch.accelerator.get_memory_info(device)
+    return cache_share(free, largest_step)
+
+
+def cache_share(free: int, largest_step: int) -> int:
+    """Nine tenths of what an accelerator has left: buffers, encoder outputs and its allocator take of the rest."""
     return (free - largest_step) * 9 // 10

@@ -65,6 +65,11 @@ class Drafting:
         self._buffers |= {name: Buffer(engine.max_num_seqs, device, torch.int32) for name in ("seqused", "start_pos")}
         self._context_slots = Buffer(engine.max_batched_tokens, device)
 
+    @property
+    def num_bytes(self) -> int:
+        """Of all buffers on the device."""
+        return sum(buffer.num_bytes for buffer in (*self._buffers.values(), self._context_slots))
+
     def keep_context(self, batch: ForwardBatch, streams: dict[int, Tensor]) -> None:
         """Store the context of all rows that the network has just computed. streams: raw, of the layers in `taps`."""
         assert batch.caches is not None, "a running batch has caches"

@@ -57,6 +57,11 @@ class StepBuilder:
                 self._buffers[f"{family.ratio}.entry_hi"] = Buffer(most, device)
                 self._buffers[f"{family.ratio}.positions"] = Buffer(most // family.ratio + rows, device)
 
+    @property
+    def num_bytes(self) -> int:
+        """Of all buffers on the device."""
+        return sum(buffer.num_bytes for buffer in self._buffers.values())
+
     def build(self, chunks: Sequence[ChunkInput]) -> ForwardBatch:
         """One step. The batch is valid until the next call."""
         batch = assemble(chunks, self._config, self._fill)

@@ -117,7 +117,7 @@ def fit_headers(stored: StoredTensors, config: ModelConfig, drafts: DraftKind | 
     table, left_out = expected(config, places, kind)
     forms = find_forms(stored, table, places, left_out, config, description)
     _check(stored, forms.table, places, config.n_routed_experts)
-    _check_scales(stored, places, forms)
+    check_block_scales(stored, places, forms)
     return Fit(places=places, forms=forms, drafts=kind)
 
 
@@ -132,11 +132,14 @@ def build(
     return network, drafter
 
 
-def _check(checkpoint: StoredTensors, table: Table, places: dict[str, Place], num_experts: int) -> None:
+def differences(
+    checkpoint: StoredTensors, table: Table, places: Mapping[str, Place], num_experts: int
+) -> dict[str, list[str]]:
+    """What does not fit, by kind: names that are missing, and what is unexpected or has a wrong shape or dtype."""
     found = {
         name: (table[name], checkpoint.tensors[place.key], place) for name, place in places.items() if name in table
     }
-    lists = {
+    return {
         "missing": [name for name in table if name not in places],
         "unexpected": [
             f"{name} ({checkpoint.tensors[place.key].file.name})" for name, place in places.items() if name not in table
@@ -152,6 +155,10 @@ def _check(checkpoint: StoredTensors, table: Table, places: dict[str, Place], nu
             if stored.dtype not in (dtypes := _dtypes_of(spec))
         ],
     }
+
+
+def _check(checkpoint: StoredTensors, table: Table, places: dict[str, Place], num_experts: int) -> None:
+    lists = differences(checkpoint, table, places, num_experts)
     problems = [f"{label}: {_some(names)}" for label, names in lists.items() if names]
     if problems:
         cause = likely_cause(lists["missing"], (name for name in places if name not in table))
@@ -160,7 +167,8 @@ def _check(checkpoint: StoredTensors, table: Table, places: dict[str, Place], nu
         )
 
 
-def _check_scales(checkpoint: StoredTensors, places: Mapping[str, Place], forms: Forms) -> None:
+def check_block_scales(checkpoint: StoredTensors, places: Mapping[str, Place], forms: Forms) -> None:
+    """Raises WeightsError where scales of FP8 blocks are of two kinds."""
     scales = [
         (f"{module}.scale", checkpoint.tensors[places[f"{module}.scale"].key])
         for module, form in forms.formats.items()
