@@ -42,6 +42,10 @@ class Checkpoint(Headers):
         rows = self.tensors[key].shape[1] // num_parts
         return handle.get_slice(key)[expert, part * rows : (part + 1) * rows].contiguous()
 
+    def forget(self) -> None:
+        """Map the files anew: what was read of them no longer counts as this process's memory."""
+        self._open = {file: _opened(file) for file in self.files}
+
 
 def _opened(file: Path) -> Any:
     try:
