@@ -2,7 +2,8 @@
 
 `FakeExecutor` keeps what a real one would keep, a row per token and family, but each row is a fingerprint of everything
 the token may depend on. Before a step it checks that all rows the step may read are the request's own; the next token
-is a function of the last fingerprint. So a wrong block anywhere shows up as a wrong row or a different answer.
+is a function of the last fingerprint. So a wrong block anywhere shows up as a wrong row or a different answer. Where it
+is asked for guesses, about every fourth is wrong, and the slots of the guesses are overwritten as a drafter does.
 """
 
 import hashlib
@@ -17,8 +18,8 @@ from deepspan.config.model import ModelConfig, parse_model_config
 from deepspan.core.media import ImageBlock, ImageSpan, PreparedImage, TokenKind
 from deepspan.core.request import Request
 from deepspan.core.sampling import SamplingParams
-from deepspan.core.step import StepPlan, StepResult
-from deepspan.kv.families import Family, cache_families
+from deepspan.core.step import Chunk, StepPlan, StepResult
+from deepspan.kv.families import DRAFT, Family, cache_families
 from deepspan.kv.manager import CacheManager
 
 WINDOW, BLOCK, MAX_SPAN = 8, 16, 24
@@ -39,12 +40,13 @@ def small_engine(**changes: int) -> EngineConfig:
     return EngineConfig(**{**values, "encoder_rows": 2 * MAX_SPAN, **changes}).checked(small_model())  # type: ignore[arg-type]
 
 
-def small_families() -> tuple[Family, ...]:
-    return cache_families(small_model(), BLOCK, dtype_bytes=2)
+def small_families(num_drafts: int = 0) -> tuple[Family, ...]:
+    """With the family of draft stages where there are drafts."""
+    return cache_families(small_model(), BLOCK, dtype_bytes=2, num_drafts=num_drafts, num_stages=min(1, num_drafts))
 
 
-def small_cache(num_blocks: int = 40, prefix_caching: bool = True) -> CacheManager:
-    families = small_families()
+def small_cache(num_blocks: int = 40, prefix_caching: bool = True, num_drafts: int = 0) -> CacheManager:
+    families = small_families(num_drafts)
     return CacheManager(families, dict.fromkeys((f.name for f in families), num_blocks), prefix_caching)
 
 
@@ -107,15 +109,16 @@ class FakeExecutor:
         for job in plan.encoder_jobs:
             self.encoded.append(job.image.digest)
             self._kept.add(job.image.digest)
-        tokens, failed = {}, {}
+        tokens, failed, accepted, drafts = {}, {}, {}, {}
         for chunk in plan.chunks:
             if chunk.begins is not None:
                 known = [*chunk.begins.request.token_ids.tolist(), *chunk.begins.generated]
                 self._running[chunk.row] = chunk.begins.request, known
             wanted, known = self._running[chunk.row]
-            assert list(chunk.token_ids) == known[chunk.start : chunk.end]
+            guesses = list(chunk.token_ids)[len(chunk.token_ids) - chunk.num_drafts :]
+            assert list(chunk.token_ids) == [*known, *guesses][chunk.start : chunk.end]
             self._check_images(wanted, chunk.start, chunk.end)
-            prints = _fingerprints(wanted, known[: chunk.end])
+            prints = _fingerprints(wanted, [*known, *guesses][: chunk.end])
             for family in self._families:
                 table = self._tables.setdefault((chunk.row, family.name), [])
                 if chunk.begins is not None:
@@ -126,11 +129,31 @@ class FakeExecutor:
                 self._check_and_write(family, table, chunk.start, chunk.end, prints)
             if chunk.request_id in self._failing:
                 failed[chunk.request_id] = "told to fail"
-            elif chunk.samples:
-                assert chunk.end == len(known)
-                tokens[chunk.request_id] = _next_token(prints[-1])
-                known.append(tokens[chunk.request_id])
-        return StepResult(tokens=tokens, failed=failed)
+                continue
+            if chunk.samples:
+                assert chunk.end == len(known) + len(guesses)
+                new = _judged(guesses, prints[len(known) - 1 :])
+                tokens[chunk.request_id], accepted[chunk.request_id] = new, len(new) - 1
+                known += new
+            if chunk.wanted_drafts:
+                drafts[chunk.request_id] = self._guess(chunk, wanted, known)
+        return StepResult(tokens=tokens, failed=failed, accepted=accepted, drafts=drafts)
+
+    def _guess(self, chunk: Chunk, wanted: Request, known: Sequence[int]) -> list[int]:
+        """Guesses behind the newest token, whose own row and those behind it are the slots."""
+        family = next(family for family in self._families if family.name == DRAFT)
+        table, size, newest = self._tables[chunk.row, DRAFT], family.block_tokens, len(known) - 1
+        prints = _fingerprints(wanted, known)
+        for position in range(max(0, newest - WINDOW), newest):
+            there = self._rows.get((DRAFT, table[position // size], position % size))
+            assert there == prints[position], f"draft context of token {position} is not its own"
+        guesses: list[int] = []
+        for slot in range(chunk.wanted_drafts):
+            assert table[(newest + slot) // size] != 0, f"slot {newest + slot} has no block"
+            self._rows[DRAFT, table[(newest + slot) // size], (newest + slot) % size] = b"slot"
+            fingerprint = _fingerprints(wanted, [*known, *guesses])[-1]
+            guesses.append(_next_token(fingerprint) if fingerprint[4] % 4 else 1)
+        return guesses
 
     def _check_images(self, wanted: Request, start: int, end: int) -> None:
         for span, one in zip(wanted.spans, wanted.images, strict=True):
@@ -153,10 +176,21 @@ def _first_read(family: str, start: int) -> int:
     """Lowest token that the rows from `start` on read, said once more from the model's definition."""
     lowest = {
         "window": start - WINDOW + 1,
+        DRAFT: start,  # read when guessing alone
         "state_4": (start // 4 - 1) * 4,  # the last group's second half goes into the next entry
         "state_16": start // 16 * 16,
     }
     return max(0, lowest.get(family, 0))
+
+
+def _judged(guesses: Sequence[int], prints: Sequence[bytes]) -> list[int]:
+    """Guesses up to the first wrong one, and the right token behind them. prints: of the token before each."""
+    new: list[int] = []
+    for index, fingerprint in enumerate(prints):
+        new.append(_next_token(fingerprint))
+        if index == len(guesses) or guesses[index] != new[-1]:
+            break
+    return new
 
 
 def _fingerprints(wanted: Request, tokens: Sequence[int]) -> list[bytes]:

@@ -162,8 +162,9 @@ class Trainer:
             for group in optimiser.param_groups:
                 group["lr"] = peak * rate
             optimiser.step()
-        _level(self.network)
-        _balance(self.network, self.ranks.add_up(self.recorder.loads), self.schedule.balance_rate * rate)
+        if self.stage.network:
+            _level(self.network)
+            _balance(self.network, self.ranks.add_up(self.recorder.loads), self.schedule.balance_rate * rate)
         self.step += 1
         if self.step % AVERAGE_EVERY == 0:
             self._update_average()

@@ -44,7 +44,7 @@ def process(model_folder, tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_serve_answers_and_ends_in_order_on_a_signal(process, number):
     running, url, said = process
-    body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
+    body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3, "ignore_eos": True}
     assert httpx.post(f"{url}/v1/chat/completions", json=body).status_code == 401
     answer = httpx.post(f"{url}/v1/chat/completions", json=body, headers={"authorization": "Bearer k"}, timeout=60)
     assert answer.json()["usage"]["completion_tokens"] == 3

@@ -1,9 +1,12 @@
 """A fault in one request's image, forward pass or sampling: that request alone ends with an error."""
 
+import numpy as np
 import pytest
 import torch
 from engine_helpers import Service, greedy, request_of
 from network_helpers import make_prompt
+
+from deepspan.runtime.choosing import RunningRow
 
 PARTS = [[20, (9, 9), 20], [33], [3, (6, 12), 30]]
 
@@ -72,14 +75,14 @@ def test_forward_pass_that_fails_with_one_request_runs_without_it(model, prompts
 
 def test_sampling_that_fails_ends_one_request(model, prompts, expected, monkeypatch):
     service = Service(model)
-    sample = service.runner._sample
+    choose = RunningRow.choose
 
-    def fails(chunk, logits):
-        if chunk.request_id == 2:
+    def fails(row, *arguments, **options):
+        if np.array_equal(row.request.token_ids, prompts[2].ids):
             raise ZeroDivisionError("no such law")
-        return sample(chunk, logits)
+        return choose(row, *arguments, **options)
 
-    monkeypatch.setattr(service.runner, "_sample", fails)
+    monkeypatch.setattr(RunningRow, "choose", fails)
     check(run(service, prompts), expected, {2}, "no such law")
 
 
@@ -88,8 +91,8 @@ def test_chunk_that_cuts_an_image_fails_its_request(model, prompts, expected, mo
     service = Service(model)
     plan = service.scheduler.plan
 
-    def cuts():
-        made = plan()
+    def cuts(wanted_drafts):
+        made = plan(wanted_drafts)
         if made is not None and made.chunks[0].begins is not None:
             from dataclasses import replace
 

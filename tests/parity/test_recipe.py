@@ -128,9 +128,10 @@ def reference_parse(pieces, *, thinking):
 def outputs(draw):
     """(thinking, pieces of text): reasoning, answer, calls as the model writes them."""
     thinking = draw(st.booleans())
-    text = f"{draw(texts)}</think>" if thinking else ""
-    # Where an answer ends with `<`, the reference keeps one of the line breaks that belong to the markup behind it.
-    text += draw(st.one_of(st.just(""), texts.filter(lambda answer: not answer.rstrip("\n").endswith("<"))))
+    # Where a text ends with `<`, the reference keeps one of the line breaks that belong to the markup behind it.
+    parts = st.one_of(st.just(""), texts.filter(lambda part: not part.rstrip("\n").endswith("<")))
+    text = f"{draw(parts)}</think>" if thinking else ""
+    text += draw(parts)
     calls = draw(st.lists(st.builds(Call, id=st.none(), name=st.just("f"), arguments=arguments), max_size=3))
     text += render(calls_block(calls))
     return thinking, text

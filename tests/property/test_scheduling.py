@@ -23,11 +23,13 @@ NUM_STEPS = 10_000
 class Service:
     """A scheduler with a fake executor, driven a step at a time; ends requests as an engine would."""
 
-    def __init__(self, num_blocks=40, prefix_caching=True, **engine):
-        self.cache = small_cache(num_blocks, prefix_caching)
+    def __init__(self, num_blocks=40, prefix_caching=True, num_drafts=0, **engine):
+        self.cache = small_cache(num_blocks, prefix_caching, num_drafts)
+        if num_drafts:
+            engine |= {"num_drafts": num_drafts, "draft_method": "dspark"}
         self.scheduler = Scheduler(small_engine(**engine), self.cache)
         self.requests, self.generated = {}, {}
-        self.executor = FakeExecutor(small_families())
+        self.executor = FakeExecutor(small_families(num_drafts))
         self.budget = small_engine(**engine).max_batched_tokens
 
     def add(self, wanted, **options):
@@ -36,16 +38,16 @@ class Service:
         self.requests[request_id], self.generated[request_id] = wanted, []
         return request_id
 
-    def step(self):
-        plan = self.scheduler.plan()
+    def step(self, wanted_drafts=0):
+        plan = self.scheduler.plan(wanted_drafts)
         if plan is None:
             return False
         assert 0 < plan.num_tokens <= self.budget
         assert len({chunk.request_id for chunk in plan.chunks}) == len(plan.chunks)
         result = self.executor.run(plan)
         finished = []
-        for request_id, token in result.tokens.items():
-            self.generated[request_id].append(token)
+        for request_id, tokens in result.tokens.items():
+            self.generated[request_id] += tokens
             if len(self.generated[request_id]) == self.requests[request_id].params.max_tokens:
                 finished.append(request_id)
         self.scheduler.commit(plan, result, finished)
@@ -85,11 +87,13 @@ def test_random_service_gives_every_request_its_own_answer(seed):
     rng = np.random.default_rng(seed)
     steps = 0
     while steps < NUM_STEPS // 4:
+        num_drafts = int(rng.choice([0, 1, 5]))
         service = Service(
             num_blocks=int(rng.integers(18, 60)),
+            num_drafts=num_drafts,
             prefix_caching=bool(rng.random() < 0.8),
             chunk_tokens=int(rng.choice([0, 1, 3, 17])),
-            max_batched_tokens=int(rng.integers(31, 80)),
+            max_batched_tokens=int(rng.integers(31, 80)) + 4 * num_drafts,
         )
         aborted = set()
         for _ in range(300):
@@ -102,7 +106,7 @@ def test_random_service_gives_every_request_its_own_answer(seed):
                 if service.scheduler.abort(victim):
                     aborted.add(victim)
                     service.scheduler.check()
-            steps += service.step()
+            steps += service.step(int(rng.integers(num_drafts + 1)))
         service.finish()
         service.check_answers(aborted)
         assert service.scheduler.num_running == service.scheduler.num_waiting == 0

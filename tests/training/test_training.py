@@ -71,7 +71,7 @@ def test_targets_of_conversation_spell_the_answers(trainer, tmp_path):
         answer = example.targets[example.turns == turn].tolist()
         assert answer[-1] == tokenizer.special.eos
         assert tokenizer.decode(answer) == expected.answer
-    assert example.labels[0].shape == (6, len(example.images[0].block.encoder_rows))
+    assert example.labels[0].shape == (9, len(example.images[0].block.encoder_rows))
 
 
 def test_tokenizer_of_recipe_keeps_characters_apart(trainer, tmp_path):
@@ -139,7 +139,13 @@ def test_start_joined_from_two_runs_takes_each_side_from_its_run(trainer, tmp_pa
     begun.start_from(tmp_path / "start.safetensors")
     for name, value in begun.network.state_dict().items():
         source = seen if name.startswith(("vision.", "aligner.")) else read
-        assert torch.allclose(value.float(), source["network"][name].float(), rtol=1e-2), name
+        wanted = source["network"][name].float()
+        if name.endswith("ffn.gate.weight"):  # routers start without what tells the two halves of the experts apart
+            assert torch.allclose(value[recipe.TEXT_EXPERTS].mean(0), value[:4].mean(0), atol=1e-6), name
+            mine, wanted = (half - half.mean(0) for half in (value[recipe.TEXT_EXPERTS], wanted[recipe.TEXT_EXPERTS]))
+            assert torch.allclose(mine, wanted, atol=1e-2), name
+        else:
+            assert torch.allclose(value.float(), wanted, rtol=1e-2), name
 
 
 def test_stages_are_passed_in_order_and_the_last_one_stays():

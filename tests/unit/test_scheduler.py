@@ -19,7 +19,7 @@ def _step(scheduler, token=7, finished=()):
     plan = scheduler.plan()
     if plan is None:
         return None
-    scheduler.commit(plan, StepResult(tokens={c.request_id: token for c in plan.chunks if c.samples}), finished)
+    scheduler.commit(plan, StepResult(tokens={c.request_id: [token] for c in plan.chunks if c.samples}), finished)
     scheduler.check()
     return {chunk.request_id: (chunk.start, chunk.end) for chunk in plan.chunks}
 
@@ -102,7 +102,7 @@ def test_more_images_than_the_encoder_keeps_are_served_one_after_the_other():
     for _ in range(3):
         plan = scheduler.plan()
         jobs.append([job.image.digest for job in plan.encoder_jobs])
-        scheduler.commit(plan, StepResult(tokens={0: 7} if plan.chunks[0].samples else {}))
+        scheduler.commit(plan, StepResult(tokens={0: [7]} if plan.chunks[0].samples else {}))
     assert jobs == [["a"], ["b"], ["c"]]
 
 
@@ -157,7 +157,7 @@ def test_failed_request_ends_and_the_others_go_on():
     for number in range(2):
         scheduler.add(number, request([number + 1] * 4))
     plan = scheduler.plan()
-    scheduler.commit(plan, StepResult(tokens={1: 7}, failed={0: "no"}))
+    scheduler.commit(plan, StepResult(tokens={1: [7]}, failed={0: "no"}))
     scheduler.check()
     assert not scheduler.abort(0)
     assert scheduler.sequence(1).token_ids[-1] == 7
@@ -168,7 +168,7 @@ def test_request_aborted_while_its_step_ran_is_left_out():
     scheduler.add(0, request([1] * 4))
     plan = scheduler.plan()
     assert scheduler.abort(0)
-    scheduler.commit(plan, StepResult(tokens={0: 7}))
+    scheduler.commit(plan, StepResult(tokens={0: [7]}))
     scheduler.check()
     assert scheduler.plan() is None
 

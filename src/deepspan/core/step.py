@@ -26,7 +26,8 @@ class Chunk:
     begins: set where the row belongs to this request from now on; then `blocks` are its whole tables, otherwise they
     join the tables. token_ids: of the chunk. samples: the chunk reaches the last known token, so the next one is to be
     chosen. num_drafts: how many tokens at the end of the chunk are guesses, to be taken or replaced. wanted_drafts: how
-    many tokens to guess behind what is chosen, at most.
+    many tokens to guess behind what is chosen, at most; without `samples`, behind the newest token, which follows the
+    chunk.
     """
 
     request_id: int

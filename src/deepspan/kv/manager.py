@@ -47,15 +47,17 @@ class CacheManager:
         kept = chain if self._prefix_caching else None
         self._sequences[sequence_id] = _Sequence(token_ids=token_ids, spans=spans, chain=kept)
 
-    def find_prefix(self, sequence_id: int) -> int:
+    def find_prefix(self, sequence_id: int, wanted: int | None = None) -> int:
         """Tokens that need not be computed again: a whole number of blocks, 0 if there is no hit.
+
+        wanted: tokens that are to be computed, all if not given; the last of them always is.
 
         Every family is asked at each boundary, from the longest down; a boundary inside an image is none.
         """
         sequence = self._sequences[sequence_id]
         if sequence.chain is None:
             return 0
-        longest = (len(sequence.token_ids) - 1) // self.block_tokens
+        longest = ((len(sequence.token_ids) if wanted is None else wanted) - 1) // self.block_tokens
         keys = [sequence.chain.key(block) for block in range(longest)]
         for family in self.families:
             if family.kind == "rows":

@@ -81,7 +81,7 @@ class Runner:
                     drafts = row.drafts.first(chunk.num_drafts)
                     rows = logits[len(logits) - 1 - chunk.num_drafts :]
                     chosen[chunk.request_id] = row.choose(rows, drafts, in_blocks=self._in_blocks)
-        drafts = self._propose([chunk for chunk in plan.chunks if chunk.request_id in chosen])
+        drafts = self._propose([chunk for chunk, _ in inputs if chunk.request_id not in failed])
         return StepResult(
             tokens={request_id: found.tokens for request_id, found in chosen.items()},
             failed=failed,
@@ -189,7 +189,7 @@ class Runner:
         for chunk in chunks:
             row = self._rows[chunk.row]
             left = row.request.params.max_tokens - len(row.generated) - 1
-            if not row.is_over and (count := min(chunk.wanted_drafts, left)) > 0:
+            if (count := min(chunk.wanted_drafts, left)) > 0 and not row.is_over:
                 # The newest token stands behind those that were computed and kept.
                 position = len(row.request.token_ids) + len(row.generated) - 1
                 anchors.append(Anchor(row=row, place=chunk.row, position=position, count=count))

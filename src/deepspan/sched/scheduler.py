@@ -136,7 +136,9 @@ class Scheduler:
                 # Rows of drafts that were not taken count as never computed: they will be overwritten.
                 sequence.num_computed += len(tokens) - 1 - chunk.num_drafts
                 sequence.token_ids += tokens
+            if chunk.samples or chunk.wanted_drafts:
                 sequence.drafts = tuple(result.drafts.get(chunk.request_id, ()))
+                sequence.redrafts = False
             self._cache.commit(chunk.request_id, sequence.num_computed)
             self._drop_images(sequence)
             if chunk.request_id in finished:
@@ -208,7 +210,7 @@ class Scheduler:
                 continue
             # The logits of a prompt's tokens come from computing them.
             scored = sequence.request.params.prompt_logprobs is not None
-            prefix = 0 if scored else self._cache.find_prefix(sequence.request_id)
+            prefix = 0 if scored else self._cache.find_prefix(sequence.request_id, sequence.num_wanted)
             end = self._chunk_end(sequence, prefix, step)
             blocks = None
             if end > prefix:
@@ -272,6 +274,7 @@ class Scheduler:
         if not sequence.is_decoding:
             step.prompt_budget -= end - start
         samples = end - len(drafts) == len(sequence.token_ids)
+        guesses = samples or (sequence.redrafts and end == sequence.num_wanted)
         step.chunks.append(
             Chunk(
                 request_id=sequence.request_id,
@@ -281,7 +284,7 @@ class Scheduler:
                 token_ids=[*sequence.token_ids[start:end], *drafts],
                 samples=samples,
                 num_drafts=len(drafts),
-                wanted_drafts=step.wanted_drafts if samples and sequence.is_drafted else 0,
+                wanted_drafts=step.wanted_drafts if guesses and sequence.is_drafted else 0,
                 blocks=blocks,
                 begins=begins,
             )
@@ -294,6 +297,8 @@ class Scheduler:
         self._free_rows.append(sequence.row)
         self._cache.release(sequence.request_id)
         self._drop_all_images(sequence)
+        # What is drawn for a token depends on its draft: with the same drafts, the text stays the same.
+        sequence.redrafts |= bool(sequence.drafts)
         sequence.row, sequence.num_computed, sequence.drafts = None, 0, ()
         self._queue(sequence)
         step.preempted.append(sequence.request_id)

@@ -19,7 +19,8 @@ class Sequence:
     num_computed: tokens whose cache rows exist. num_cached: of the prompt's, those found at first admission, None
     before it. row: of the runtime's buffers, None while waiting. after: id of a request whose prompt must be computed
     first, so that this one can share it. held: digests of images that are kept for it. drafts: guesses for the tokens
-    behind the last one. is_drafted: whether there may be any.
+    behind the last one. is_drafted: whether there may be any. redrafts: guesses were lost with the row, and
+    are made anew before the next token is chosen.
     """
 
     request_id: int
@@ -33,10 +34,16 @@ class Sequence:
     held: set[str] = field(default_factory=set)
     drafts: Tokens = ()
     is_drafted: bool = True
+    redrafts: bool = False
 
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.request.token_ids)
+
+    @property
+    def num_wanted(self) -> int:
+        """Tokens whose rows are wanted before the request goes on: the newest one is left for the guesses behind it."""
+        return len(self.token_ids) - self.redrafts
 
     @property
     def is_decoding(self) -> bool:
@@ -54,7 +61,7 @@ class Sequence:
 
         A chunk ends before an image that it would cut. Equals `start` if the image that begins there does not fit.
         """
-        end = min(len(self.token_ids), start + min(soft, most))
+        end = min(self.num_wanted, start + min(soft, most))
         spans = self.request.spans
         index = bisect_right(spans, end - 1, key=lambda span: span.offset) - 1
         if index < 0 or spans[index].last < end:
