@@ -7,7 +7,7 @@ read. Called by `weights.convert`.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -32,7 +32,10 @@ _WIDE = ("F32", "F16")  # what a plain checkpoint may hold where the release has
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What is computed together and lies in one file. label: of a description, by name. make: gives what headers say."""
+    """What is computed together and lies in one file.
+
+    labels: of a description, by name. make: computes what `headers` promise.
+    """
 
     headers: Mapping[str, TensorHeader]
     labels: Mapping[str, str]
@@ -115,7 +118,7 @@ def _encoded(source: Source, piece: Piece, coding: Coding) -> Part:
     return Part(headers=headers, labels=dict.fromkeys(headers, _LABELS.get(coding.form, scheme.FLOAT)), make=make)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _encoded_headers(shape: tuple[int, ...], coding: Coding) -> dict[str, TensorHeader]:
     encoded = encode(torch.empty(shape, device="meta"), coding)
     return {last: TensorHeader.of(tensor) for last, tensor in encoded.items()}

@@ -1,9 +1,9 @@
 """The folder that a conversion writes: what may be in it, which files are finished, and what lets it go on later.
 
 A journal in the folder says what is being written and lists finished files with their digests. It is written before
-anything else and removed when all is done, so a folder with a journal is unfinished and one without is not ours to touch.
-Invariants: a file counts as finished if it is recorded and its bytes still have the recorded digest; one process at a
-time. Called by `weights.convert`.
+anything else and removed when all is done, so a folder with a journal is unfinished, and one without is not ours to
+touch. Invariants: a file counts as finished if it is recorded and its bytes still have the recorded digest; one process
+at a time. Called by `weights.convert`.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ except ImportError:  # a system without it has no such locks; conversions there 
 
 JOURNAL = ".deepspan-convert.json"
 MAX_NAMES_IN_MESSAGE = 3
+MAX_SHOWN = 40  # characters of a value in a message
 
 Identity = Mapping[str, Any]
 
@@ -41,32 +42,42 @@ class Journal:
         self.finished: dict[str, str] = {}
         found = read_journal(folder)
         if found is None:
-            _refuse(folder, _entries(folder), "it holds something else")
+            strangers = [name for name in _entries(folder) if name != JOURNAL + UNFINISHED]
+            _refuse(folder, strangers, "it is not empty")
             return
-        differ = [name for name in self.identity if found["identity"].get(name) != self.identity[name]]
-        if differ:
-            name = differ[0]
-            raise WeightsError(
-                f"{folder} holds an unfinished conversion with another {name} ({found['identity'].get(name)!r} there, "
-                f"{self.identity[name]!r} now); remove the folder, or choose another"
-            )
+        for name, value in self.identity.items():
+            if (there := found["identity"].get(name)) != value:
+                raise WeightsError(
+                    f"{folder} holds an unfinished conversion with another {name}{_both(there, value)}; remove the "
+                    "folder, or choose another"
+                )
         known = {JOURNAL, *known}
         strangers = [name for name in _entries(folder) if name.removesuffix(UNFINISHED) not in known]
-        _refuse(folder, strangers, "an unfinished conversion is there, and what does not belong to it")
+        _refuse(folder, strangers, "beside an unfinished conversion it holds something else")
         self.finished = found["finished"]
 
-    def verify(self, files: Iterable[str]) -> set[str]:
-        """Those of the files that are finished and still as they were written; others are forgotten."""
-        good = {name for name in files if name in self.finished and self._is_whole(name)}
+    def verify(self, files: Iterable[str], checked: Callable[[str], None] = lambda name: None) -> set[str]:
+        """Those of the files that are finished and still as they were written; others are forgotten.
+
+        checked: called with each that is good, since reading all of them takes a while.
+        """
+        good = set()
+        for name in files:
+            if name in self.finished and self._is_whole(name):
+                good.add(name)
+                checked(name)
         self.finished = {name: digest for name, digest in self.finished.items() if name in good}
         return good
 
     def begin(self) -> None:
-        """Make the folder and say what will be in it. Raises OSError."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for file in self.folder.glob(f"*{UNFINISHED}"):
-            file.unlink()
+        """Say in the folder what will be in it, and remove what is not finished. Raises OSError."""
         self._write()
+        for file in self._unfinished():
+            file.unlink()
+
+    def reclaimed(self) -> int:
+        """Bytes that `begin` makes free."""
+        return sum(file.stat().st_size for file in self._unfinished())
 
     def record(self, name: str, digest: str) -> None:
         """To be called before a file gets its name: one that has it without a record is written again."""
@@ -76,6 +87,10 @@ class Journal:
     def end(self) -> None:
         (self.folder / JOURNAL).unlink()
         sync_folder(self.folder)
+
+    def _unfinished(self) -> list[Path]:
+        kept = {JOURNAL, *self.finished}
+        return [file for file in self.folder.glob("*") if file.is_file() and file.name not in kept]
 
     def _write(self) -> None:
         value = {"identity": self.identity, "finished": self.finished}
@@ -110,16 +125,16 @@ def source_digest(folder: Path) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def check_room(folder: Path, needed: int, total: int) -> None:
-    """Raises WeightsError with the numbers if a disk has less room than `needed` of `total` bytes."""
+def check_room(folder: Path, needed: int, reclaimed: int = 0) -> None:
+    """Raises WeightsError with the numbers if a disk has not `needed` bytes of room. reclaimed: what is made free."""
     there = folder.absolute()
     while not there.exists():
         there = there.parent
-    free = shutil.disk_usage(there).free
+    free = shutil.disk_usage(there).free + reclaimed
     if free < needed:
         raise WeightsError(
-            f"{folder} needs {needed / 1e9:,.3f} GB more ({total / 1e9:,.3f} GB in all), its disk has {free / 1e9:,.3f} "
-            "GB free; nothing was written"
+            f"{folder} needs {needed:,} more bytes ({needed / 1e9:,.1f} GB), its disk has {free:,} free; nothing was "
+            "written"
         )
 
 
@@ -138,6 +153,11 @@ def locked(folder: Path) -> Generator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def _both(there: Any, now: Any) -> str:
+    """Two values in a message, unless one is a digest or a list, which says nothing to a reader."""
+    return "" if max(len(str(there)), len(str(now))) > MAX_SHOWN else f" ({there!r} there, {now!r} now)"
 
 
 def _entries(folder: Path) -> list[str]:

@@ -29,6 +29,8 @@ from deepspan.weights.table import DraftKind, TensorSpec
 from deepspan.weights.writer import TensorHeader
 
 MAX_MAPPED = 256 << 20  # bytes read from mapped files before they are mapped anew
+_CHECKED_AT_ONCE = 1 << 24
+_STATIC = ("input_scale", "input_offset", "quant_bias", "deq_scale")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,18 +146,16 @@ class Source:
         return self.checkpoint.read(place.key, place.expert, place.part, place.num_parts)
 
     def _check(self, piece: Piece) -> None:
-        """Scales are looked at by the reader that serves them too; plain numbers must be finite."""
+        """Scales are looked at by the reader that serves them too; numbers that are used must be finite."""
         for name in piece.headers:
             if name != piece.name or piece.module in self._fit.forms.decoded:
                 self._reader.read(name)
         values = self._read(piece.name)
-        if values.is_floating_point() and not (finite := _is_finite(values)).all():
-            index = (~finite).nonzero()[0].tolist()
-            file = self.checkpoint.tensors[self._fit.places[piece.name].key].file.name
-            raise WeightsError(
-                f"{piece.name} ({file}) holds {int((~finite).sum())} numbers that are not finite, the first is "
-                f"{float(values[tuple(index)].float())} at {index}"
-            )
+        if piece.spec.unused or not values.is_floating_point() or (bad := _first_not_finite(values)) is None:
+            return
+        file = self.checkpoint.tensors[self._fit.places[piece.name].key].file.name
+        value = float(values[tuple(bad)].float())
+        raise WeightsError(f"{piece.name} ({file}) holds {value} at {bad}; expected finite numbers")
 
     def _of_static(self, piece: Piece) -> Tensor:
         """The weight of a static int8 layer, whose two scales are stored as one."""
@@ -164,17 +164,18 @@ class Source:
         expected = torch.round(-parts["input_offset"] * integers.sum(dim=1))
         off = (parts["quant_bias"] - expected).abs() > 1
         if bool(off.any()):
-            raise WeightsError(
-                f"{piece.module}.quant_bias holds a bias, in {int(off.sum())} rows; no linear layer of the model has one"
-            )
+            raise WeightsError(f"{piece.module}.quant_bias holds a bias ({int(off.sum())} rows); expected none")
         return integers.float() * (parts["deq_scale"] / parts["input_scale"]).view(-1, 1)
 
 
-_STATIC = ("input_scale", "input_offset", "quant_bias", "deq_scale")
-
-
-def _is_finite(values: Tensor) -> Tensor:
-    """bool, like `values`; e4m3 has NaN and no infinities."""
-    if values.dtype == torch.float8_e4m3fn:
-        return (values.view(torch.uint8) & 0x7F) != 0x7F
-    return values.isfinite()
+def _first_not_finite(values: Tensor) -> list[int] | None:
+    """Index of a number, or None. A run of numbers at a time: what is in between takes memory too."""
+    flat, done = values.reshape(-1), 0
+    for run in flat.split(_CHECKED_AT_ONCE):
+        is_e4m3 = run.dtype == torch.float8_e4m3fn  # which has NaN and no infinities
+        finite = (run.view(torch.uint8) & 0x7F) != 0x7F if is_e4m3 else run.isfinite()
+        if not bool(finite.all()):
+            at = done + int((~finite).nonzero()[0])
+            return [int(index) for index in torch.unravel_index(torch.tensor(at), values.shape)]
+        done += len(run)
+    return None

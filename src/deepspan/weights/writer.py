@@ -7,6 +7,7 @@ same bytes in whatever order they are written. Used by everything that writes ch
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorHeader:
-    """What a file says of a tensor. dtype: safetensors' name."""
+    """What a file says of a tensor that is to be written. dtype: safetensors' name."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -45,29 +46,20 @@ class TensorHeader:
 
     @property
     def num_bytes(self) -> int:
-        size = DTYPE_BITS[self.dtype]
-        for length in self.shape:
-            size *= length
-        return size // 8
+        return math.prod(self.shape) * DTYPE_BITS[self.dtype] // 8
 
 
 class ShardWriter:
-    """One file, written tensor by tensor in any order. Leaving its `with` block unpublished removes what was written."""
+    """One file, written tensor by tensor in any order. Leaving its `with` block unpublished removes what is there."""
 
     def __init__(self, file: Path, headers: Mapping[str, TensorHeader]) -> None:
         """headers: of all tensors that will be written. Raises OSError."""
         self.file, self._headers = file, headers
         self._unfinished = file.with_name(file.name + UNFINISHED)
-        self._order = sorted(headers, key=lambda name: (-DTYPE_BITS[headers[name].dtype], name))
-        self._header, self._places = self._layout()
+        self._header, self._places = _layout(headers)
         self._digests: dict[str, bytes] = {}
         self._stream = self._unfinished.open("wb")
         self._stream.write(self._header)
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the whole file."""
-        return len(self._header) + sum(header.num_bytes for header in self._headers.values())
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Any device; not changed. Raises OSError."""
@@ -75,7 +67,7 @@ class ShardWriter:
         found = TensorHeader.of(tensor)
         assert found == self._headers[name], f"{name}: planned {self._headers[name]}, written {found}"
         flat = tensor.detach().cpu().contiguous().reshape(-1)
-        data = memoryview(flat.view(torch.uint8).numpy())
+        data = flat.view(torch.uint8).numpy().data
         self._digests[name] = hashlib.sha256(data).digest()
         self._stream.seek(self._places[name])
         self._stream.write(data)
@@ -85,7 +77,7 @@ class ShardWriter:
         assert self._digests.keys() == self._headers.keys(), "not everything was written"
         self._stream.flush()
         os.fsync(self._stream.fileno())
-        return _combined(self._header, [self._digests[name] for name in self._order])
+        return _combined(self._header, [self._digests[name] for name in self._places])
 
     def publish(self) -> None:
         """Give the file its name."""
@@ -101,18 +93,24 @@ class ShardWriter:
             self._stream.close()
             self._unfinished.unlink(missing_ok=True)
 
-    def _layout(self) -> tuple[bytes, dict[str, int]]:
-        """The bytes before the data, and where in the file each tensor begins."""
-        entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        begins, end = {}, 0
-        for name in self._order:
-            header = self._headers[name]
-            begins[name], end = end, end + header.num_bytes
-            entries[name] = {"dtype": header.dtype, "shape": header.shape, "data_offsets": [begins[name], end]}
-        text = json.dumps(entries, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % _ALIGNMENT)
-        whole = len(text).to_bytes(LENGTH_BYTES, "little") + text
-        return whole, {name: len(whole) + begin for name, begin in begins.items()}
+
+def file_bytes(headers: Mapping[str, TensorHeader]) -> int:
+    """Size of the file that holds these tensors."""
+    return len(_layout(headers)[0]) + sum(header.num_bytes for header in headers.values())
+
+
+def _layout(headers: Mapping[str, TensorHeader]) -> tuple[bytes, dict[str, int]]:
+    """The bytes before the data, and where in the file each tensor begins, in that order."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    begins, end = dict[str, int](), 0
+    for name in sorted(headers, key=lambda name: (-DTYPE_BITS[headers[name].dtype], name)):
+        header = headers[name]
+        begins[name], end = end, end + header.num_bytes
+        entries[name] = {"dtype": header.dtype, "shape": header.shape, "data_offsets": [begins[name], end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    whole = len(text).to_bytes(LENGTH_BYTES, "little") + text
+    return whole, {name: len(whole) + begin for name, begin in begins.items()}
 
 
 def digest_of(file: Path) -> str:
