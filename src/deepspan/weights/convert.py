@@ -1,76 +1,36 @@
-"""Converting a checkpoint: what is to be written is planned from headers alone, then written a piece at a time.
+"""Converting a checkpoint to another format, or to a small part of it: what is planned is written a piece at a time.
 
 Output is a checkpoint with original names in numbered files of a chosen size, an index, the configuration of the new
 format, and the tokenizer and other small files as they were. Invariants: the same source and options give the same
-bytes, interrupted or not; `config.json` comes last, so that nothing unfinished can be loaded; memory is bounded by a few
-of the largest tensors. Called by `deepspan convert`; `quantise.write_quantised` shares all of it but resuming.
+bytes, interrupted or not; `config.json` comes last, so that nothing unfinished can be loaded; memory is bounded by a
+few of the largest tensors. Called by `deepspan convert`; `quantise.write_quantised` shares all of it but resuming.
 """
 
-import hashlib
-import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from deepspan.config.model import parse_model_config
-from deepspan.errors import ConfigError, WeightsError
-from deepspan.version import __version__
-from deepspan.weights.folder import DESCRIBED_STEM, DESCRIPTION_FILE, INDEX_FILE, SUFFIX
-from deepspan.weights.quantise import PLAIN, RECIPES, InputRange, Recipe
-from deepspan.weights.recode import Part, config_of, description_of, is_own_export, recode
-from deepspan.weights.resume import JOURNAL, Identity, Journal, check_room, locked, source_digest
+from deepspan.errors import WeightsError
+from deepspan.weights.folder import DESCRIPTION_FILE, SUFFIX
+from deepspan.weights.plan import CONFIG_FILE, DEFAULT_SHARD_BYTES, Calibration, Plan, headers_of, plan, plan_recipe
+from deepspan.weights.quantise import InputRange, Recipe
+from deepspan.weights.recode import Part
+from deepspan.weights.resume import Journal, check_room, locked, read_journal, source_digest
 from deepspan.weights.source import Source
-from deepspan.weights.subset import Subset, cut, subset_config
+from deepspan.weights.subset import Subset
 from deepspan.weights.writer import UNFINISHED, ShardWriter, sync_folder, write_index, write_json
 
-FORMATS = {"bf16": PLAIN, **RECIPES}
-SUBSET = "tiny-subset"
-TARGETS = (*FORMATS, SUBSET)
-DEFAULT_SHARD_BYTES = 5 * 10**9
-MAX_COPIED = 64 << 20  # bytes of a file that is copied along
-CONFIG_FILE = "config.json"
-OPTIONAL_FOLDER = "optional"  # where an export keeps what its description calls optional
-
-Progress = Callable[[int, int], None]  # tensors written, tensors in all
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """A checkpoint to be written. files: name -> parts. copied: small files of the source, by relative name.
-
-    identity: see `Journal`. remarks: what a user should know. not_copied: entries of the source that stay behind.
-    """
-
-    source: Source
-    to: str
-    files: Mapping[str, Sequence[Part]]
-    config: Mapping[str, Any]
-    description: Mapping[str, Any] | None
-    index_file: str
-    copied: Sequence[str]
-    not_copied: Sequence[str]
-    remarks: Sequence[str]
-    identity: Identity
-
-    @property
-    def num_tensors(self) -> int:
-        return sum(len(part.headers) for parts in self.files.values() for part in parts)
-
-    @property
-    def num_bytes(self) -> int:
-        """Of all data."""
-        return sum(part.num_bytes for parts in self.files.values() for part in parts)
+Progress = Callable[[int, int], None]  # bytes of data written, bytes in all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What was done. resumed: files that an earlier run had finished."""
+    """What was done. bytes: of data. kept: tensors copied byte by byte. resumed: files an earlier run had finished."""
 
-    folder: str
-    to: str
+    folder: Path
     tensors: int
+    kept: int
     bytes: int
     files: int
     resumed: int
@@ -85,24 +45,25 @@ def convert(
     *,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     subset: Subset | None = None,
-    inputs: Mapping[str, InputRange] | None = None,
+    calibration: Calibration | None = None,
     progress: Progress | None = None,
 ) -> Summary:
     """Write the checkpoint `source` to `folder` in another format, going on with what an interrupted run has left.
 
-    to: one of `TARGETS`. subset: for `tiny-subset`. inputs: by module, ranges of inputs of layers that get static int8.
+    to: one of `TARGETS`. subset: for `tiny-subset`. calibration: layers named in it become static int8.
     Raises ConfigError or WeightsError naming the option, file or tensor at fault.
     """
     check_apart(source, folder)
-    return write(plan(Source(source), to, shard_bytes=shard_bytes, subset=subset, inputs=inputs), folder, progress)
+    planned = plan(Source(source), to, shard_bytes=shard_bytes, subset=subset, calibration=calibration)
+    return write(planned, folder, progress)
 
 
 def replace_by(source: Path, folder: Path, recipe: Recipe) -> Path:
-    """Write a checkpoint in the formats of a recipe, in as many files as it has, in the place of what `folder` holds."""
+    """Write a checkpoint in the formats of a recipe, in as many files as it has, over what `folder` holds."""
     check_apart(source, folder)
     opened = Source(source)
     opened.check_offsets()
-    planned = _plan_recipe(opened, "", recipe, num_files=len(opened.checkpoint.files))
+    planned = plan_recipe(opened, "", recipe, num_files=len(opened.checkpoint.files))
     folder.mkdir(parents=True, exist_ok=True)
     for stale in (*folder.glob(f"*{SUFFIX}"), *folder.glob(f"*{SUFFIX}.index.json"), folder / DESCRIPTION_FILE):
         stale.unlink(missing_ok=True)
@@ -118,187 +79,82 @@ def check_apart(source: Path, folder: Path) -> None:
         raise WeightsError(f"{folder} is the checkpoint to convert; it cannot be written over while it is read")
 
 
-# --- planning
+def earlier_calibration(source: Path, folder: Path, digest: str) -> Calibration | None:
+    """Ranges that an interrupted conversion of the same source has seen on the same prompts, or None.
 
-
-def plan(
-    source: Source,
-    to: str,
-    *,
-    shard_bytes: int = DEFAULT_SHARD_BYTES,
-    subset: Subset | None = None,
-    inputs: Mapping[str, InputRange] | None = None,
-) -> Plan:
-    """From headers alone. Raises ConfigError or WeightsError as `convert` does."""
-    if to not in TARGETS:
-        raise ConfigError(f"--to must be one of {', '.join(TARGETS)}, found {to!r}")
-    if shard_bytes < 1:
-        raise ConfigError(f"--shard-size must be at least 1 byte, found {shard_bytes}")
-    if to != SUBSET:
-        recipe = FORMATS[to]
-        if inputs:
-            recipe = replace(recipe, inputs=inputs)
-        return _plan_recipe(source, to, recipe, shard_bytes=shard_bytes)
-    if subset is None:
-        raise ConfigError(f"--to {SUBSET} needs --layers and --experts")
-    parts = cut(source, subset)
-    labels = {name: label for part in parts for name, label in part.labels.items()}
-    description = description_of(source, labels, is_own=True) if source.is_described else None
-    remarks = []
-    if source.num_stages and not subset.keep_drafts:
-        remarks.append(f"{source.num_stages} draft stages are left out (--keep-drafts keeps them)")
-    options: dict[str, Any] = {"layers": subset.layers, "experts": subset.experts, "keep_drafts": subset.keep_drafts}
-    return _plan(
-        source, to, _packed(parts, shard_bytes), subset_config(source, subset), description, remarks, options
-    )  # fmt: skip
-
-
-def _plan_recipe(
-    source: Source, to: str, recipe: Recipe, *, shard_bytes: int = DEFAULT_SHARD_BYTES, num_files: int | None = None
-) -> Plan:
-    parts = recode(source, recipe)
-    files = _packed(parts, shard_bytes) if num_files is None else _dealt(parts, num_files)
-    description, remarks = None, []
-    if recipe.is_described:
-        labels = {name: label for part in parts for name, label in part.labels.items()}
-        description = description_of(source, labels, is_own=is_own_export(source, recipe))
-    elif (source.metadata.get("optional") or {}).get("quarot"):
-        remarks.append("the residual stream of the source is rotated, and stays so; nothing in the new format says it")
-    options = {"inputs": {module: [seen.low, seen.high] for module, seen in recipe.inputs.items()}}
-    return _plan(source, to, files, config_of(source, recipe), description, remarks, options)
-
-
-def _plan(
-    source: Source,
-    to: str,
-    files: Sequence[Sequence[Part]],
-    config: dict[str, Any],
-    description: dict[str, Any] | None,
-    remarks: Sequence[str],
-    options: Mapping[str, Any],
-) -> Plan:
-    parse_model_config(config)  # nothing is written that could not be read
-    stem, index = "model", INDEX_FILE
-    if description is not None:
-        stem, index = DESCRIBED_STEM, f"{DESCRIBED_STEM}{SUFFIX}.index.json"
-    named = {f"{stem}-{number:05d}-of-{len(files):05d}{SUFFIX}": parts for number, parts in enumerate(files, start=1)}
-    copied, not_copied = _beside(source.folder, with_optional=description is not None)
-    headers = {
-        file: [[name, header.dtype, header.shape] for part in parts for name, header in part.headers.items()]
-        for file, parts in named.items()
-    }
-    text = json.dumps([headers, config, description])
-    identity = {
-        "format": to,
-        "source": source_digest(source.folder),
-        "version": __version__,
-        **options,
-        "layout of files": hashlib.sha256(text.encode()).hexdigest(),
-    }
-    return Plan(
-        source=source, to=to, files=named, config=config, description=description, index_file=index, copied=copied,
-        not_copied=not_copied, remarks=remarks, identity=identity,
-    )  # fmt: skip
-
-
-def _packed(parts: Sequence[Part], limit: int) -> list[list[Part]]:
-    """Parts in order, in files of at most `limit` bytes; one that is larger has a file to itself."""
-    files: list[list[Part]] = [[]]
-    size = 0
-    for part in parts:
-        if files[-1] and size + part.num_bytes > limit:
-            files.append([])
-            size = 0
-        files[-1].append(part)
-        size += part.num_bytes
-    return files
-
-
-def _dealt(parts: Sequence[Part], num_files: int) -> list[list[Part]]:
-    """Parts in order, in `num_files` files of about the same size; none is empty if there are as many parts."""
-    files: list[list[Part]] = [[]]
-    size, left = 0, sum(part.num_bytes for part in parts)
-    for index, part in enumerate(parts):
-        files_left = num_files - len(files)
-        is_full = size * (files_left + 1) >= left or len(parts) - index <= files_left
-        if files[-1] and files_left and is_full:
-            files.append([])
-            left, size = left - size, 0
-        files[-1].append(part)
-        size += part.num_bytes
-    return files
-
-
-def _beside(folder: Path, *, with_optional: bool) -> tuple[list[str], list[str]]:
-    """Names of what is copied along, and of what is not though it is no part of the weights."""
-    copied, not_copied = [], []
-    for entry in sorted(folder.iterdir()):
-        name = entry.name
-        if name in (CONFIG_FILE, DESCRIPTION_FILE, JOURNAL) or name.endswith((SUFFIX, f"{SUFFIX}.index.json")):
-            continue
-        if entry.is_file() and entry.stat().st_size <= MAX_COPIED and not name.endswith(UNFINISHED):
-            copied.append(name)
-        elif entry.is_dir() and name == OPTIONAL_FOLDER and with_optional:
-            copied += [f"{name}/{file.name}" for file in sorted(entry.iterdir()) if file.is_file()]
-        else:
-            not_copied.append(name)
-    return copied, not_copied
-
-
-# --- writing
+    Raises WeightsError if the journal of the folder cannot be read.
+    """
+    found = read_journal(folder)
+    if found is None or found["identity"].get("calibration") != digest:
+        return None
+    if found["identity"].get("source") != source_digest(source):
+        return None
+    ranges = found["identity"]["inputs"]
+    return Calibration(
+        digest=digest, inputs={module: InputRange(low=low, high=high) for module, (low, high) in ranges.items()}
+    )
 
 
 def write(planned: Plan, folder: Path, progress: Progress | None = None) -> Summary:
     """Raises WeightsError if the folder cannot be written, or is in use; what is finished stays for the next run."""
     beside = {CONFIG_FILE, DESCRIPTION_FILE, planned.index_file, *(Path(name).parts[0] for name in planned.copied)}
     known = {*planned.files, *beside}
-    is_begun = bool(Journal(folder, planned.identity, known).finished)
-    check_room(folder, 0 if is_begun else planned.num_bytes, planned.num_bytes)
+    is_new = not Journal(folder, planned.identity, known).finished
+    if is_new:  # before anything is made; with finished files it is known only when they were looked at
+        check_room(folder, planned.disk_bytes(list(planned.files)))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with locked(folder):
             journal = Journal(folder, planned.identity, known)  # read again: another run may have ended just now
             return _write(planned, folder, journal, progress or (lambda done, total: None))
     except OSError as error:
+        where = error.filename or folder
         raise WeightsError(
-            f"{folder} cannot be written: {error.strerror}; what is finished is kept, run the same command to go on"
+            f"{where}: {error.strerror or error}; files that are finished are kept, run the same command to go on"
         ) from None
 
 
 def _write(planned: Plan, folder: Path, journal: Journal, progress: Progress) -> Summary:
-    finished = journal.verify(planned.files)
-    rest = {name: parts for name, parts in planned.files.items() if name not in finished}
-    check_room(folder, sum(part.num_bytes for parts in rest.values() for part in parts), planned.num_bytes)
-    planned.source.check_offsets()
-    journal.begin()
-    done, total = 0, planned.num_tensors
+    done, total = 0, planned.num_bytes
 
-    def count(more: int) -> None:
+    def count(parts: Sequence[Part]) -> None:
         nonlocal done
-        done += more
+        done += sum(part.num_bytes for part in parts)
         progress(done, total)
 
-    count(sum(len(part.headers) for name in finished for part in planned.files[name]))
-    for name, parts in rest.items():
-        _write_file(folder / name, parts, count, seal=lambda digest, name=name: journal.record(name, digest))
+    finished = journal.verify(planned.files, lambda name: count(planned.files[name]))
+    rest = [name for name in planned.files if name not in finished]
+    check_room(folder, planned.disk_bytes(rest), journal.reclaimed())
+    planned.source.check_offsets()
+    journal.begin()
+    for name in rest:
+        _write_file(
+            folder / name, planned.files[name], count, seal=lambda digest, name=name: journal.record(name, digest)
+        )  # fmt: skip
         sync_folder(folder)
     _write_beside(planned, folder)
     journal.end()
     return Summary(
-        folder=str(folder), to=planned.to, tensors=total, bytes=planned.num_bytes, files=len(planned.files),
-        resumed=len(finished), not_copied=planned.not_copied, remarks=planned.remarks,
-    )  # fmt: skip
+        folder=folder,
+        tensors=sum(len(part.headers) for part in planned.parts),
+        kept=sum(len(part.headers) for part in planned.parts if part.is_kept),
+        bytes=total,
+        files=len(planned.files),
+        resumed=len(finished),
+        not_copied=planned.not_copied,
+        remarks=planned.remarks,
+    )
 
 
 def _write_file(
-    file: Path, parts: Sequence[Part], count: Callable[[int], None], *, seal: Callable[[str], None]
+    file: Path, parts: Sequence[Part], count: Callable[[Sequence[Part]], None], *, seal: Callable[[str], None]
 ) -> None:
-    headers = {name: header for part in parts for name, header in part.headers.items()}
-    with ShardWriter(file, headers) as writer:
+    """seal: called with the digest of the whole file before it gets its name."""
+    with ShardWriter(file, headers_of(parts)) as writer:
         for part in parts:
             for name, tensor in part.make().items():
                 writer.write(name, tensor)
-            count(len(part.headers))
+            count([part])
         seal(writer.seal())
         writer.publish()
 
@@ -312,8 +168,6 @@ def _write_beside(planned: Plan, folder: Path) -> None:
         target.with_name(target.name + UNFINISHED).replace(target)
     if planned.description is not None:
         write_json(folder / DESCRIPTION_FILE, planned.description, durable=True)
-    weight_map = {
-        name: file for file, parts in planned.files.items() for part in parts for name in part.headers
-    }  # fmt: skip
+    weight_map = {name: file for file, parts in planned.files.items() for name in headers_of(parts)}
     write_index(folder / planned.index_file, weight_map, planned.num_bytes)
     write_json(folder / CONFIG_FILE, planned.config, durable=True)

@@ -106,12 +106,12 @@ def static_tensors(
     """A linear layer in static W8A8: all its tensors by their last name. bias: fp32, or None for zero."""
     values, scale = quantise_int8(weight_NK)
     deq_scale = input_scale * scale.flatten()
-    bias = torch.zeros_like(deq_scale) if bias_N is None else bias_N / deq_scale
+    bias = torch.zeros_like(deq_scale) if bias_N is None else torch.round(bias_N / deq_scale)
     return {
         "weight": values,
         "input_scale": torch.tensor([input_scale]),
         "input_offset": torch.tensor([float(input_offset)]),
-        "quant_bias": torch.round(bias - input_offset * values.sum(dim=1)).to(torch.int32),
+        "quant_bias": (bias.long() - input_offset * values.sum(dim=1)).to(torch.int32),
         "deq_scale": deq_scale,
     }
 

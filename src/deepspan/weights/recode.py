@@ -2,7 +2,7 @@
 
 What is in the format already is kept byte by byte; a checkpoint converted to its own format comes out as it was. All
 else is decoded in fp32 and encoded anew. Invariant: the headers of everything written are known before any data is
-read. Called by `weights.convert`.
+read. Called by `weights.plan`.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ from torch import Tensor
 from deepspan.errors import WeightsError
 from deepspan.ops.formats import FP8_BLOCK, Format
 from deepspan.weights import description as scheme
-from deepspan.weights.quantise import Coding, Recipe, encode
+from deepspan.weights.quantise import FLOAT_OF_EXPORTS, Coding, Recipe, encode
 from deepspan.weights.source import Piece, Source
 from deepspan.weights.table import Storage
 from deepspan.weights.writer import TensorHeader
@@ -34,12 +34,13 @@ _WIDE = ("F32", "F16")  # what a plain checkpoint may hold where the release has
 class Part:
     """What is computed together and lies in one file.
 
-    labels: of a description, by name. make: computes what `headers` promise.
+    labels: of a description, by name. make: computes what `headers` promise. is_kept: byte by byte.
     """
 
     headers: Mapping[str, TensorHeader]
     labels: Mapping[str, str]
     make: Callable[[], Mapping[str, Tensor]]
+    is_kept: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -48,20 +49,35 @@ class Part:
 
 def recode(source: Source, recipe: Recipe) -> list[Part]:
     """One part per piece. Raises WeightsError naming the tensor whose shape the format cannot hold."""
-    is_own = is_own_export(source, recipe)
-    return [kept(source, piece) if is_own else _part(source, piece, recipe) for piece in source.pieces]
+    if not is_own_export(source, recipe):
+        return [_part(source, piece, recipe) for piece in source.pieces]
+    static = {name for name in static_modules(source, recipe) if name in recipe.inputs}
+    return [
+        _part(source, piece, recipe) if piece.module in static else kept(source, piece) for piece in source.pieces
+    ]  # fmt: skip
 
 
 def is_own_export(source: Source, recipe: Recipe) -> bool:
     """Exports differ in which layers they leave plain; what is one already stays what it is."""
-    is_same = source.is_described and recipe.is_described and source.expert_form is recipe.experts
-    return is_same and not recipe.inputs
+    return source.is_described and recipe.is_described and source.expert_form is recipe.experts
+
+
+def static_modules(source: Source, recipe: Recipe) -> list[str]:
+    """Layers that become int8, or are, and could have one scale for all inputs."""
+    is_own = is_own_export(source, recipe)
+    return [
+        piece.module
+        for piece in source.pieces
+        if piece.spec.storage is Storage.FP8
+        and not piece.module.endswith(FLOAT_OF_EXPORTS)
+        and (piece.form in (Format.INT8, Format.INT8_STATIC) if is_own else recipe.dense is Format.INT8)
+    ]
 
 
 def kept(source: Source, piece: Piece) -> Part:
     """A piece as it is stored."""
     labels = {name: source.label(name) for name in piece.headers}
-    return Part(headers=piece.headers, labels=labels, make=partial(source.stored, piece))
+    return Part(headers=piece.headers, labels=labels, make=partial(source.stored, piece), is_kept=True)
 
 
 def _part(source: Source, piece: Piece, recipe: Recipe) -> Part:
@@ -139,6 +155,8 @@ def _wanted_scale(coding: Coding) -> str:
 def config_of(source: Source, recipe: Recipe) -> dict[str, Any]:
     """Contents of the new `config.json`: what it says of formats is replaced, all else stays."""
     raw = dict(source.raw)
+    if is_own_export(source, recipe):
+        return raw
     for name in ("torch_dtype", "dtype"):
         if name in raw:
             raw[name] = "bfloat16"

@@ -2,7 +2,7 @@
 
 Invariants: what is kept is kept byte by byte, but for the rows of routers that belong to experts that are gone and hash
 tables, which name kept experts only; the configuration fits. The result answers nonsense, by the same code as the
-whole. Called by `weights.convert`.
+whole. Called by `weights.plan`.
 
 Shapes: V vocabulary, A experts per token.
 """
@@ -63,6 +63,20 @@ def subset_config(source: Source, subset: Subset) -> dict[str, Any]:
     if config.draft is not None:
         raw["dspark_target_layer_ids"] = _targets(config.draft.target_layer_ids, subset.layers)
     return raw
+
+
+def subset_remarks(source: Source, subset: Subset) -> list[str]:
+    """What is not as in the whole checkpoint though nobody asked for it, by the name of its field."""
+    config, remarks = source.config, []
+    if (active := _num_active(source, subset)) < config.num_experts_per_tok:
+        remarks.append(f"num_experts_per_tok is {active} instead of {config.num_experts_per_tok}")
+    if source.num_stages and not subset.keep_drafts:
+        remarks.append(f"{source.num_stages} draft stages (mtp.*) are left out; --keep-drafts keeps them")
+    if config.draft is not None and subset.keep_drafts:
+        was = list(config.draft.target_layer_ids)
+        if (targets := _targets(config.draft.target_layer_ids, subset.layers)) != was:
+            remarks.append(f"dspark_target_layer_ids is {targets} instead of {was}")
+    return remarks
 
 
 def _check(source: Source, subset: Subset) -> None:
