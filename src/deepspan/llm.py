@@ -109,6 +109,7 @@ class LLM:
             progress=progress,
         )
         self.config = loaded.config
+        self._parts = (loaded.network, *([loaded.drafter] if loaded.drafter is not None else []))
         self.tokenizer = Tokenizer(model, vision=self.config.vision is not None)
         if self.tokenizer.vocab_size > self.config.vocab_size:
             raise ConfigError(
@@ -194,6 +195,11 @@ class LLM:
             self.core.take(request_id)
 
         return TokenStream(self._step, events, end)
+
+    @property
+    def modules(self) -> dict[str, torch.nn.Module]:
+        """Every module of the network and of its draft stages by name, as in the checkpoint: for hooks that watch."""
+        return {name: module for part in self._parts for name, module in part.named_modules() if name}
 
     @property
     def stats(self) -> EngineStats:

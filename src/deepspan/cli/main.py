@@ -221,6 +221,46 @@ def tiny(
     )  # fmt: skip
 
 
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(help="Checkpoint folder to read.", show_default=False)],
+    out: Annotated[
+        Path,
+        typer.Argument(help="Folder to write: new, empty, or left by the same command.", show_default=False),
+    ],
+    to: Annotated[
+        str,
+        typer.Option(
+            help="bf16, fp8-fp4 (as released), fp8 (as the base model), w8a8 or w4a8 (ModelSlim), or tiny-subset.",
+            show_default=False,
+        ),
+    ],
+    shard_size: Annotated[str, typer.Option(help="Data of one file at most, such as 5GB.")] = "5GB",
+    layers: Annotated[
+        int | None, typer.Option(help="tiny-subset: how many of the first layers.", show_default=False)
+    ] = None,
+    experts: Annotated[
+        int | None, typer.Option(help="tiny-subset: how many of the first experts.", show_default=False)
+    ] = None,
+    keep_drafts: Annotated[bool, typer.Option("--keep-drafts", help="tiny-subset: with its draft stages.")] = False,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            help='w8a8, w4a8: fixed input scales for dense layers, from lines of {"text": ..., "images": [...]}.',
+            show_default=False,
+        ),
+    ] = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> None:
+    """Write a checkpoint in another format, or a small part of it. The same command goes on after an interruption."""
+    _verb(
+        "convert", "run",
+        source=source, out=out, to=to, shard_size=shard_size, layers=layers, experts=experts, keep_drafts=keep_drafts,
+        calibrate=calibrate, device=device, dtype=dtype,
+    )  # fmt: skip
+
+
 @eval_app.command("tiny")
 @takes_drafts
 def eval_tiny(

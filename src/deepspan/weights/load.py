@@ -93,7 +93,7 @@ def load_model(
     for done, name in enumerate(wanted, start=1):
         stored = reader.read(name)
         if table[name].storage is Storage.INT64:
-            _check_expert_ids(name, stored, config.n_routed_experts)
+            check_expert_ids(name, stored, config.n_routed_experts)
         state[name] = stored.to(device=device, dtype=target[name].dtype)
         if progress is not None:
             progress(done, len(wanted))
@@ -147,7 +147,7 @@ def differences(
         "wrong shape": [
             f"{name} has shape {list(shape)}, expected {list(spec.shape)} ({stored.file.name})"
             for name, (spec, stored, place) in found.items()
-            if (shape := _shape_at(stored, place, num_experts)) != spec.shape
+            if (shape := shape_at(stored, place, num_experts)) != spec.shape
         ],
         "wrong dtype": [
             f"{name} is stored as {stored.dtype}, expected {' or '.join(sorted(dtypes))} ({stored.file.name})"
@@ -181,13 +181,13 @@ def _dtypes_of(spec: TensorSpec) -> frozenset[str]:
     return spec.dtypes or (INTEGER_DTYPES if spec.storage is Storage.INT64 else FLOAT_DTYPES)
 
 
-def _check_expert_ids(name: str, table: torch.Tensor, num_experts: int) -> None:
+def check_expert_ids(name: str, table: torch.Tensor, num_experts: int) -> None:
     lowest, highest = int(table.min()), int(table.max())
     if lowest < 0 or highest >= num_experts:
         raise WeightsError(f"{name} holds expert ids {lowest} to {highest}, n_routed_experts is {num_experts}")
 
 
-def _shape_at(stored: StoredTensor, place: Place, num_experts: int) -> tuple[int, ...]:
+def shape_at(stored: StoredTensor, place: Place, num_experts: int) -> tuple[int, ...]:
     """Shape of what lies at `place`; of the whole tensor if it is no stack of `num_experts` equal parts."""
     shape = stored.shape
     if place.expert is None:
