@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -38,8 +38,7 @@ from deepspan.sched.scheduler import Scheduler
 from deepspan.text.segments import Segment
 from deepspan.text.switches import ChatOptions
 from deepspan.text.tokenizer import Tokenizer
-from deepspan.weights.load import Progress, load_model
-from deepspan.weights.table import DraftKind
+from deepspan.weights.load import Progress, drafts_to_load, load_model
 
 Message = Mapping[str, Any]
 
@@ -105,7 +104,7 @@ class LLM:
             dtype=compute,
             device=target,
             ops=bind(resolve(target.type, compute, providers)),
-            drafts=_drafts_to_load(engine),
+            drafts=drafts_to_load(engine.draft_method),
             progress=progress,
         )
         self.config = loaded.config
@@ -266,12 +265,6 @@ class LLM:
                 self.core.abort(request_id)
                 self.core.take(request_id)
             raise
-
-
-def _drafts_to_load(engine: EngineConfig) -> DraftKind | Literal["auto"] | None:
-    if engine.draft_method in ("off", "auto"):
-        return "auto" if engine.draft_method == "auto" else None
-    return DraftKind(engine.draft_method)
 
 
 def _is_one_prompt(prompts: object) -> bool:

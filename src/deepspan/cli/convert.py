@@ -4,8 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from deepspan.calibrate import digest_of_examples, input_ranges, read_examples
-from deepspan.cli.sizes import parse_bytes
 from deepspan.cli.progress import counting, counting_bytes, notes
+from deepspan.cli.sizes import parse_bytes
 from deepspan.config.engine import EngineConfig
 from deepspan.errors import ConfigError
 from deepspan.llm import LLM

@@ -340,12 +340,12 @@ def inspect_config(model: ModelArgument = None, as_json: AsJson = False) -> None
 
 
 @inspect_app.command("memory")
+@takes_drafts
 def inspect_memory(
     model: ModelArgument = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     kv_dtype: KvDtype = "auto",
-    draft_method: Annotated[str, typer.Option(help="Draft stages that are loaded: off, dspark or mtp.")] = "off",
     num_devices: Annotated[
         int, typer.Option(min=1, help="Devices that share the routed experts; all else is on each.")
     ] = 1,
@@ -363,11 +363,14 @@ def inspect_memory(
         typer.Option(help="Bytes a second that files come at, such as 2GB; measured if not given.", show_default=False),
     ] = None,
     as_json: AsJson = False,
+    *,
+    drafts: DraftOptions,
 ) -> None:
     """Show what a device would hold, what requests cost, how many fit at once, and how long loading takes."""
     _verb(
         "inspect_memory", "show_memory",
-        model=model, device=device, dtype=dtype, kv_dtype=kv_dtype, draft_method=draft_method, num_devices=num_devices,
+        model=model, device=device, dtype=dtype, kv_dtype=kv_dtype, num_devices=num_devices,
         cache_memory=cache_memory, device_memory=device_memory, max_model_len=max_model_len,
         max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens, read_rate=read_rate, as_json=as_json,
+        drafts=drafts,
     )  # fmt: skip

@@ -105,6 +105,13 @@ def load_model(
     return LoadedModel(config=config, network=network, left_out=left_out, drafter=drafter)
 
 
+def drafts_to_load(draft_method: str) -> DraftKind | Literal["auto"] | None:
+    """What `drafts` of a loader is for a method of EngineConfig."""
+    if draft_method in ("off", "auto"):
+        return "auto" if draft_method == "auto" else None
+    return DraftKind(draft_method)
+
+
 def fit_headers(stored: StoredTensors, config: ModelConfig, drafts: DraftKind | Literal["auto"] | None = None) -> Fit:
     """Compare what is stored with what the configuration expects, before any data is read.
 
