@@ -117,12 +117,23 @@ def test_answers_are_long_enough_to_see_decoding(llm, examples):
 
 
 def test_inputs_that_are_not_finite_are_refused_by_layer(tmp_path, examples):
+    """In a draft stage, since a request with such numbers in the network fails by itself."""
+    folder = write_tiny(tmp_path / "model", ratios=(0,), draft_stages=1, vision=False)
+    tensors = stored_tensors(folder)
+    tensors["mtp.0.attn.q_norm.weight"][:] = math.inf
+    save_file(tensors, folder / "model.safetensors")
+    llm = LLM(folder, device="cpu", engine=EngineConfig(draft_method="dspark", **LIMITS))
+    with pytest.raises(WeightsError, match=r"inputs of mtp\.0\.attn\.wq_b reach from .*; expected finite numbers"):
+        input_ranges(llm, read_examples(examples(TEXT)), ["mtp.0.attn.wq_b"])
+
+
+def test_example_that_the_model_fails_at_is_named(tmp_path, examples):
     folder = write_tiny(tmp_path / "model", ratios=(0,), vision=False)
     tensors = stored_tensors(folder)
     tensors["layers.0.attn.q_norm.weight"][:] = math.inf
     save_file(tensors, folder / "model.safetensors")
     llm = LLM(folder, device="cpu", engine=EngineConfig(**LIMITS))
-    with pytest.raises(WeightsError, match=r"inputs of layers\.0\.attn\.wq_b reach from .*; expected finite numbers"):
+    with pytest.raises(InputError, match=r"examples\.jsonl, line 1: .*not numbers"):
         input_ranges(llm, read_examples(examples(TEXT)), ["layers.0.attn.wq_b"])
 
 
