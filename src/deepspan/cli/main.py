@@ -340,6 +340,7 @@ def inspect_config(model: ModelArgument = None, as_json: AsJson = False) -> None
 
 
 @inspect_app.command("memory")
+@inspect_app.command("cache", hidden=True)  # its name while it told of caches only
 @takes_drafts
 def inspect_memory(
     model: ModelArgument = None,
