@@ -32,6 +32,11 @@ def without_image_bias(x: Tensor, gate: Tensor, bias: Tensor | None, bias_vl: Te
     return route(x, gate, bias, torch.zeros_like(bias_vl), *rest)
 
 
+def with_text_bias(x: Tensor, gate: Tensor, bias: Tensor | None, bias_vl: Tensor, *rest: Any) -> Any:
+    """Image rows choose as text does: what a port does that knows one bias only."""
+    return route(x, gate, bias, torch.zeros_like(bias_vl) if bias is None else bias, *rest)
+
+
 def causal_intervals(start: int, end: int, window: int, _spans: Sequence[ImageSpan]) -> tuple[np.ndarray, np.ndarray]:
     """No row sees a later one, image spans included."""
     return visible_intervals(start, end, window, ())
@@ -56,6 +61,7 @@ def scrambled_tiles(x: Tensor, grid_rows: int, grid_cols: int, tile: int) -> Ten
 CAUSAL = "causal image spans"  # decided where steps are built, not by an operation
 ABLATIONS: dict[str, tuple[str, Callable[..., Any]]] = {
     "bias_vl zeroed": ("route", without_image_bias),
+    "the text's bias for bias_vl": ("route", with_text_bias),
     CAUSAL: ("", causal_intervals),
     "no compressed entries": ("sparse_attention", without_entries),
     "latest entries, not the indexer's": ("index_entries", latest_entries),
