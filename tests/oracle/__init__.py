@@ -7,6 +7,7 @@ finding about the engine (or about the formula), never about shared code.
 
 layout.py   image blocks, spans, visible sets, masks
 network.py  the text network with its taps
+drafter.py  draft stages: one block of slots
 vision.py   the vision tower and the aligner
 tiny.py     random weights in the checkpoint's names, for tests
 """
