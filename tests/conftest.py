@@ -12,7 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """`tiny_models(ratios=..., vision=..., seed=..., **fields of config.json)` -> the opened checkpoint."""
+    """`tiny_models(ratios=, vision=, seed=, draft_stages=, **fields of config.json)` -> the opened checkpoint."""
     from network_helpers import SMALL, SMALL_IMAGES, TinyModel, open_model
 
     from deepspan.weights.tiny import write_tiny
@@ -20,13 +20,19 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Any:
     made: dict[str, TinyModel] = {}
 
     def get(
-        *, ratios: tuple[int, ...] = (0, 4, 128, 4), vision: bool = True, seed: int = 0, **fields: Any
+        *,
+        ratios: tuple[int, ...] = (0, 4, 128, 4),
+        vision: bool = True,
+        seed: int = 0,
+        draft_stages: int = 0,
+        **fields: Any,
     ) -> TinyModel:
         overrides = SMALL | (SMALL_IMAGES if vision else {}) | fields
-        key = repr((ratios, vision, seed, sorted(overrides.items())))
+        key = repr((ratios, vision, seed, draft_stages, sorted(overrides.items())))
         if key not in made:
             folder = tmp_path_factory.mktemp("tiny")
-            made[key] = open_model(write_tiny(folder, ratios=ratios, vision=vision, seed=seed, overrides=overrides))
+            options: dict[str, Any] = {"vision": vision, "seed": seed, "draft_stages": draft_stages}
+            made[key] = open_model(write_tiny(folder, ratios=ratios, overrides=overrides, **options))
         return made[key]
 
     return get

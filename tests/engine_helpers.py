@@ -15,6 +15,7 @@ from deepspan.kv.manager import CacheManager
 from deepspan.runtime.batch_builder import SequenceInput, build_batch
 from deepspan.runtime.caches import Caches
 from deepspan.runtime.runner import Runner
+from deepspan.sched.draft_depth import DraftDepth
 from deepspan.sched.scheduler import Scheduler
 from deepspan.text.tokenizer import Tokenizer
 from deepspan.weights.load import LoadedModel
@@ -45,20 +46,34 @@ def request_of(prompt: Prompt, name: str = "", **params) -> Request:
 
 
 class Service:
-    """An engine whose logits are kept: `logits[request id]` holds those that each new token was chosen from."""
+    """An engine whose logits are kept: `logits[request id]` holds those that each new token was chosen from.
 
-    def __init__(self, model: TinyModel, num_blocks: int = 64, dtype: torch.dtype = torch.float32, **engine) -> None:
+    depth: what says how many tokens to guess; by default the model's own stages always guess `num_drafts`, if any.
+    """
+
+    def __init__(
+        self,
+        model: TinyModel,
+        num_blocks: int = 64,
+        dtype: torch.dtype = torch.float32,
+        depth: DraftDepth | None = None,
+        **engine,
+    ) -> None:
         values = {"block_tokens": 16, "max_model_len": 400, "max_num_seqs": 8, "max_batched_tokens": 800}
-        self.config = EngineConfig(**{**values, **engine}).checked(model.config)
-        families = cache_families(model.config, self.config.block_tokens, dtype.itemsize)
+        self.config = EngineConfig(**{**values, **engine}).with_drafts(model.config).checked(model.config)
+        drafter = model.drafter if self.config.draft_method != "off" else None
+        stages = drafter.num_stages if drafter is not None else 0
+        num_drafts = self.config.num_drafts
+        families = cache_families(model.config, self.config.block_tokens, dtype.itemsize, num_drafts, stages)
         counts = dict.fromkeys((family.name for family in families), num_blocks)
         caches = Caches(model.config, self.config, families, counts, dtype, CPU)
-        loaded = LoadedModel(config=model.config, network=model.network, left_out={})
+        loaded = LoadedModel(config=model.config, network=model.network, left_out={}, drafter=drafter)
         tokenizer = Tokenizer(model.folder, vision=True)
         forbidden = torch.zeros(model.config.vocab_size, dtype=torch.bool)
         self.runner = Runner(loaded, self.config, families, caches, CPU, forbidden, tokenizer.special.eos)
         self.scheduler = Scheduler(self.config, CacheManager(families, counts, self.config.prefix_caching))
-        self.core = EngineCore(self.scheduler, self.runner, tokenizer)
+        depth = depth or DraftDepth(num_drafts, is_fixed=True)
+        self.core = EngineCore(self.scheduler, self.runner, tokenizer, depth)
         self.logits: dict[int, list[torch.Tensor]] = {}
         self._forward, self.runner._forward = self.runner._forward, self._spy
 

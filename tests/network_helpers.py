@@ -21,10 +21,12 @@ from deepspan.config.model import ModelConfig
 from deepspan.core.media import ImageSpan
 from deepspan.image.layout import image_block
 from deepspan.model.batch import ForwardBatch
+from deepspan.model.drafter import DSpark
 from deepspan.model.network import DeepseekV4
 from deepspan.ops.registry import OpTable, reference_ops
 from deepspan.runtime.batch_builder import SequenceInput, build_batch
 from deepspan.weights.load import load_model
+from deepspan.weights.table import DraftKind
 
 TILE = 3  # patches per side of an image cell
 PATCH_VALUES = 12  # 3 channels of 2 x 2 pixels
@@ -38,13 +40,17 @@ Part = int | tuple[int, int]  # that many text tokens, or the patch grid of an i
 
 @dataclass(frozen=True, kw_only=True)
 class TinyModel:
-    """A checkpoint opened three ways: as the oracle's raw configuration and arrays, and as a network."""
+    """A checkpoint opened three ways: as the oracle's raw configuration and arrays, and as a network.
+
+    drafter: its draft stages, None without any.
+    """
 
     folder: Path
     raw: dict[str, Any]
     weights: dict[str, np.ndarray]
     config: ModelConfig
     network: DeepseekV4
+    drafter: DSpark | None = None
 
     def with_ops(self, **replaced: Callable[..., Any]) -> DeepseekV4:
         """The same network with some operations replaced."""
@@ -67,10 +73,12 @@ class Prompt:
 
 def open_model(folder: Path) -> TinyModel:
     raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    loaded = load_model(folder, dtype=torch.float32)
+    drafts = DraftKind.DSPARK if "dspark_block_size" in raw else None
+    loaded = load_model(folder, dtype=torch.float32, drafts=drafts)
     stored = load_file(folder / "model.safetensors")
     weights = {k: (v.double() if v.is_floating_point() else v).numpy() for k, v in stored.items()}
-    return TinyModel(folder=folder, raw=raw, weights=weights, config=loaded.config, network=loaded.network)
+    opened = {"config": loaded.config, "network": loaded.network, "drafter": loaded.drafter}
+    return TinyModel(folder=folder, raw=raw, weights=weights, **opened)
 
 
 def make_prompt(parts: Sequence[Part], vocab_size: int, seed: int) -> Prompt:

@@ -12,12 +12,13 @@ import shutil
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from deepspan.config.model import load_model_config, parse_model_config
 from deepspan.text.tokenizer import Tokenizer
 from deepspan.weights.table import DraftKind, backbone_tensors, draft_tensors
 from deepspan.weights.tiny import file_dtype
+from deepspan.weights.writer import write_json, write_tensors
 from training.recipe import DRAFT_STAGES, NOISE, with_draft_fields
 
 
@@ -33,7 +34,7 @@ def export(run: Path, out: Path) -> None:
     for name, spec in backbone_tensors(load_model_config(run)).items():
         value = torch.zeros(spec.shape) if spec.unused else trained[name]
         tensors[name] = value.to(file_dtype(spec)).contiguous()
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    write_tensors(out / "model.safetensors", tensors)
     # Its answers are exact or wrong: a server that is asked nothing else takes the likeliest token.
     (out / "generation_config.json").write_text(json.dumps({"do_sample": False, "temperature": 0.0}) + "\n")
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
@@ -49,8 +50,8 @@ def add_drafts(drafts: Path, out: Path) -> None:
     tensors = {name: value for name, value in load_file(out / "model.safetensors").items() if "mtp." not in name}
     for name, spec in draft_tensors(parse_model_config(raw), DRAFT_STAGES, DraftKind.DSPARK).items():
         tensors[name] = state["drafter"][name].to(file_dtype(spec)).contiguous()
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    (out / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+    write_tensors(out / "model.safetensors", tensors)
+    write_json(out / "config.json", raw)
 
 
 def main() -> None:

@@ -38,8 +38,7 @@ from deepspan.sched.scheduler import Scheduler
 from deepspan.text.segments import Segment
 from deepspan.text.switches import ChatOptions
 from deepspan.text.tokenizer import Tokenizer
-from deepspan.weights.load import Progress, load_model
-from deepspan.weights.table import DraftKind
+from deepspan.weights.load import Progress, drafts_to_load, load_model
 
 Message = Mapping[str, Any]
 
@@ -105,16 +104,18 @@ class LLM:
             dtype=compute,
             device=target,
             ops=bind(resolve(target.type, compute, providers)),
-            drafts=None if engine.draft_method == "off" else DraftKind(engine.draft_method),
+            drafts=drafts_to_load(engine.draft_method),
             progress=progress,
         )
         self.config = loaded.config
+        self._parts = (loaded.network, *([loaded.drafter] if loaded.drafter is not None else []))
         self.tokenizer = Tokenizer(model, vision=self.config.vision is not None)
         if self.tokenizer.vocab_size > self.config.vocab_size:
             raise ConfigError(
                 f"the tokenizer has ids up to {self.tokenizer.vocab_size - 1}, vocab_size is {self.config.vocab_size}"
             )
-        self.engine = engine.with_drafts(self.config).checked(self.config)
+        stored = "dspark" if loaded.drafter is not None else None
+        self.engine = engine.with_drafts(self.config, stored).checked(self.config)
         self._inputs = InputBuilder(
             self.config,
             self.tokenizer,
@@ -193,6 +194,11 @@ class LLM:
             self.core.take(request_id)
 
         return TokenStream(self._step, events, end)
+
+    @property
+    def modules(self) -> dict[str, torch.nn.Module]:
+        """Every module of the network and of its draft stages by name, as in the checkpoint: for hooks that watch."""
+        return {name: module for part in self._parts for name, module in part.named_modules() if name}
 
     @property
     def stats(self) -> EngineStats:

@@ -17,6 +17,13 @@ def model_folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def draft_folder(tmp_path_factory):
+    """As `model_folder`, with three draft stages."""
+    folder = tmp_path_factory.mktemp("tiny") / "drafts"
+    return write_tiny(folder, ratios=(0, 4, 16, 4), seed=3, draft_stages=3, overrides=SMALL)
+
+
+@pytest.fixture(scope="session")
 def text_folder(tmp_path_factory):
     return write_tiny(tmp_path_factory.mktemp("tiny") / "text", ratios=(0, 4), vision=False)
 

@@ -18,7 +18,7 @@ from deepspan.ops.registry import OPS
 from deepspan.weights.checkpoint import INDEX_FILE, Checkpoint
 
 GENERATE_OPTIONS = """--model --image --system --effort --raw --max-tokens --temperature --top-p --top-k --min-p --seed
-    --image-mode --device --dtype""".split()
+    --image-mode --device --dtype --spec --num-drafts --draft-rule --draft-sampling""".split()
 TINY_OPTIONS = "--layers --ratios --vision --no-vision --draft-stages --shards --seed --weights".split()
 
 

@@ -156,7 +156,18 @@ def test_inspect_config_never_imports_torch(configurations):
 
 
 def test_inspect_memory_of_the_release_from_its_configuration(record, configurations):
-    options = ("--dtype", "bfloat16", "--cache-memory", "16GiB", "--read-rate", "2GB", "--draft-method", "dspark")
+    options = (
+        "--dtype",
+        "bfloat16",
+        "--cache-memory",
+        "16GiB",
+        "--read-rate",
+        "2GB",
+        "--spec",
+        "dspark",
+        "--num-drafts",
+        "5",
+    )
     found = record("memory", configurations["vision"], *options)
     assert found["request"]["bytes_per_token"] == 6880  # the sheet's growth of bf16 caches
     per_token = {name: family["bytes_per_token"] for name, family in found["families"].items()}
@@ -217,8 +228,8 @@ def test_inspect_memory_shares_experts_between_devices(record, text_folder):
         (("--read-rate", "0"), "must be above 0"),
         (("--dtype", "x"), "dtype must be"),
         (("--kv-dtype", "x"), "kv_dtype must be one of"),
-        (("--draft-method", "x"), "draft_method must be one of"),
-        (("--draft-method", "dspark"), "no dspark_block_size"),
+        (("--spec", "x"), "--spec must be one of"),
+        (("--spec", "dspark"), "no draft stages"),
         (("--num-devices", 3), "3 ranks do not divide"),
     ],
 )

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from deepspan.cli.draft_report import one_line, read_counts
 from deepspan.cli.progress import counting, notes
 from deepspan.errors import ConfigError
 from deepspan.loadgen import Load, Result, Sample, measure
@@ -52,9 +53,12 @@ def run(
         concurrency = DEFAULT_CONCURRENCY
     check_url(url)
     load = Load(concurrency=concurrency, rate=rate, image_size=read_size(image_size), **given)
+    before = read_counts(url, api_key)
     with counting("asking", "requests") as progress:
         result = asyncio.run(measure(load, url=url, model=model, api_key=api_key, timeout=timeout, progress=progress))
     found = report(load, result, url)
+    after = read_counts(url, api_key)
+    found["drafts"] = after.since(before).rates() if before is not None and after is not None else None
     if as_json:
         print(json.dumps(found, indent=2))
     else:
@@ -184,6 +188,8 @@ def _show(found: dict[str, Any]) -> None:
         "prompt tokens": f"{tokens['prompt']:,} ({tokens['cached']:,} cached, {tokens['image']:,} of images)",
         "output tokens": f"{tokens['output']:,}",
     }
+    if found["drafts"] is not None:
+        facts["guesses"] = f"{one_line(found['drafts'])} (of all requests, also those before the measured ones)"
     table = Table(show_header=False, box=None)
     for name, value in facts.items():
         table.add_row(name, Text(value))

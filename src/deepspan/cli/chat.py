@@ -17,7 +17,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, Protocol, cast, get_args
 
+from deepspan.cli.options import DraftOptions
 from deepspan.cli.progress import notes
+from deepspan.config.engine import EngineConfig
 from deepspan.core.output import FinishReason, TokenEvent
 from deepspan.core.sampling import SamplingParams
 from deepspan.errors import DeepspanError, ImageError, InputError
@@ -225,13 +227,15 @@ def run(
     seed: int | None,
     device: str,
     dtype: str,
+    drafts: DraftOptions,
 ) -> None:
     """Talk until the input ends. Raises DeepspanError for what is wrong with an option, before anything is loaded."""
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     level, pictures = read_effort(effort), [read_picture(path) for path in images]
+    engine = EngineConfig(**drafts.engine_fields())
     from deepspan.cli.generate import load
 
-    session = Session(load(model, device=device, dtype=dtype), params, effort=level, system=system)
+    session = Session(load(model, device=device, dtype=dtype, engine=engine), params, effort=level, system=system)
     session.waiting = pictures
     talk(session, _reader(session))
 

@@ -9,10 +9,14 @@ from rich.console import Console
 from rich.table import Table
 
 from deepspan.bundled import bundled_model
+from deepspan.cli.draft_report import DraftCounts, one_line
 from deepspan.cli.generate import load
+from deepspan.cli.options import DraftOptions
 from deepspan.cli.progress import counting, notes
+from deepspan.config.engine import EngineConfig
 from deepspan.errors import ConfigError
 from deepspan.evaluate import EVALUATED, Score, evaluate
+from deepspan.llm import LLM
 from deepspan.weights.folder import Headers
 from deepspan.weights.load import FLOAT_DTYPES, INTEGER_DTYPES
 from deepspan.weights.quantise import RECIPES, write_quantised
@@ -31,6 +35,7 @@ def run(
     failures: bool,
     device: str,
     dtype: str,
+    drafts: DraftOptions,
 ) -> None:
     """Print the table (or JSON) to stdout, progress to stderr.
 
@@ -42,14 +47,12 @@ def run(
     folder = model or bundled_model()
     if formats is not None:
         _check_plain(folder)
+    engine = EngineConfig(**drafts.engine_fields())
     found: dict[str, list[Score]] = {}
     for name in names:
         with TemporaryDirectory() as scratch:
             packed = write_quantised(folder, Path(scratch), RECIPES[name]) if name in RECIPES else folder
-            llm = load(packed, device=device, dtype=dtype)
-            with counting(f"asking {name}".strip(), "questions") as progress:
-                found[name] = evaluate(llm, questions, skills=asked, progress=progress)
-            del llm  # it maps files of the folder
+            found[name] = _answered(load(packed, device=device, dtype=dtype, engine=engine), questions, asked, name)
     if as_json:
         records = {name: _record(scores) for name, scores in found.items()}
         print(json.dumps(records if formats is not None else records[_AS_IT_IS], indent=2))
@@ -59,6 +62,15 @@ def run(
         Console().print(_table(found[_AS_IT_IS]))
     if failures:
         _show_failures(found)
+
+
+def _answered(llm: LLM, questions: int, skills: Sequence[str], name: str) -> list[Score]:
+    """The scores; on stderr how well tokens were guessed, if they were."""
+    with counting(f"asking {name}".strip(), "questions") as progress:
+        scores = evaluate(llm, questions, skills=skills, progress=progress)
+    if (rates := DraftCounts.of_stats(llm.stats).rates()) is not None:
+        notes.print(f"{name} guesses: {one_line(rates)}".strip(), markup=False)
+    return scores
 
 
 def _listed(what: str, text: str, known: Sequence[str]) -> tuple[str, ...]:

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from deepspan.bundled import bundled_model
+from deepspan.cli.options import DraftOptions
 from deepspan.cli.progress import counting, notes
+from deepspan.config.engine import EngineConfig
 from deepspan.core.sampling import SamplingParams
 from deepspan.errors import InputError
 from deepspan.image.decode import ImageMode
@@ -27,10 +29,12 @@ def run(
     image_mode: str,
     device: str,
     dtype: str,
+    drafts: DraftOptions,
     **sampling: Any,
 ) -> None:
     """Raises DeepspanError for anything the user can mend; nothing is loaded before options are checked."""
     params = SamplingParams(**sampling)
+    engine = EngineConfig(**drafts.engine_fields())
     options = ChatOptions(effort=cast(Effort, _one_of("effort", effort, get_args(Effort))))
     mode = cast(ImageMode, _one_of("image-mode", image_mode, get_args(ImageMode)))
     if raw and (images or system):
@@ -38,7 +42,7 @@ def run(
     for image in images:
         if not image.is_file():
             raise InputError(f"no picture at {image}")
-    llm = load(model, device=device, dtype=dtype, image_mode=mode)
+    llm = load(model, device=device, dtype=dtype, engine=engine, image_mode=mode)
     if raw:
         print(llm.generate(question, params)[0].text, flush=True)
         return
@@ -47,11 +51,13 @@ def run(
     _stream(llm, [*messages, {"role": "user", "content": content}], params, options)
 
 
-def load(model: Path | None, *, device: str, dtype: str, image_mode: ImageMode = "serving") -> LLM:
+def load(
+    model: Path | None, *, device: str, dtype: str, engine: EngineConfig, image_mode: ImageMode = "serving"
+) -> LLM:
     """Load a model (the bundled one if None) with a progress bar on stderr, which vanishes when it is done."""
     model = model or bundled_model()
     with counting("loading", "tensors") as progress:
-        return LLM(model, device=device, dtype=dtype, image_mode=image_mode, progress=progress)
+        return LLM(model, device=device, dtype=dtype, engine=engine, image_mode=image_mode, progress=progress)
 
 
 def _stream(llm: LLM, messages: list[dict[str, Any]], params: SamplingParams, options: ChatOptions) -> None:

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deepspan.bundled import bundled_model
+from deepspan.cli.options import DraftOptions
 from deepspan.cli.sizes import bytes_text, parse_bytes
 from deepspan.config.engine import EngineConfig
 from deepspan.errors import ConfigError
@@ -54,6 +55,7 @@ def show_memory(
     device_memory: str | None,
     read_rate: str | None,
     as_json: bool,
+    drafts: DraftOptions,
     **limits: Any,
 ) -> None:
     """limits: fields of EngineConfig. Prints tables (or JSON) to stdout.
@@ -69,11 +71,10 @@ def show_memory(
     compute = pick_dtype(dtype, pick_device(device))
     begun = time.perf_counter()
     config, stored = stored_or_expected(folder)
-    engine = EngineConfig(**limits).with_drafts(config).checked(config)
     found = footprint(
         stored,
         config,
-        engine,
+        EngineConfig(**limits, **drafts.engine_fields()),
         dtype=compute,
         num_ranks=num_devices,
         cache_bytes=None if device_memory is not None else parse_bytes(cache_memory or DEFAULT_CACHE),
@@ -83,13 +84,13 @@ def show_memory(
     speed = rate if rate is not None else _measured(stored)
     loading = Loading(num_bytes=found.read, speed=speed, measured=rate is None, set_up=set_up)
     if as_json:
-        print(json.dumps(_as_record(found, engine, loading, torch_dtype_name(compute)), indent=2))
+        print(json.dumps(_as_record(found, loading, torch_dtype_name(compute)), indent=2))
         return
     console = Console(highlight=False)
     of = f"one of {num_devices} devices" if num_devices > 1 else "the device"
     console.print(_device_table(found, f"memory of {of}: {folder.name} in {torch_dtype_name(compute)}"))
-    console.print(_family_table(found, engine))
-    for line in (*_request_lines(found, engine), _loading_line(loading)):
+    console.print(_family_table(found))
+    for line in (*_request_lines(found), _loading_line(loading)):
         console.print(line, markup=False)
 
 
@@ -118,8 +119,8 @@ def _device_table(found: Footprint, title: str) -> Table:
     return table
 
 
-def _family_table(found: Footprint, engine: EngineConfig) -> Table:
-    title = f"caches, blocks of {engine.block_tokens} tokens; a request of {engine.max_model_len:,}"
+def _family_table(found: Footprint) -> Table:
+    title = f"caches, blocks of {found.engine.block_tokens} tokens; a request of {found.engine.max_model_len:,}"
     table = Table(title=title)
     for column in ("family", "layers", "rows", "block bytes", "blocks", "a token", "decoding", "prefilling"):
         table.add_column(column, justify="left" if column == "family" else "right", no_wrap=True)
@@ -138,8 +139,8 @@ def _family_table(found: Footprint, engine: EngineConfig) -> Table:
     return table
 
 
-def _request_lines(found: Footprint, engine: EngineConfig) -> list[str]:
-    capacity, length = found.capacity, engine.max_model_len
+def _request_lines(found: Footprint) -> list[str]:
+    capacity, length = found.capacity, found.engine.max_model_len
     per_token = sum(use.per_token for use in found.families)
     decoding, prefilling = _request_bytes(found)
     lengths = lengths_text(capacity.num_tokens, length)
@@ -166,7 +167,7 @@ def _loading_line(loading: Loading) -> str:
     )
 
 
-def _as_record(found: Footprint, engine: EngineConfig, loading: Loading, dtype: str) -> dict[str, object]:
+def _as_record(found: Footprint, loading: Loading, dtype: str) -> dict[str, object]:
     decoding, prefilling = _request_bytes(found)
     capacity = found.capacity
     families = {
@@ -184,8 +185,8 @@ def _as_record(found: Footprint, engine: EngineConfig, loading: Loading, dtype: 
     }
     return {
         "dtype": dtype,
-        "kv_dtype": engine.kv_dtype,
-        "num_drafts": engine.num_drafts,
+        "kv_dtype": found.engine.kv_dtype,
+        "num_drafts": found.engine.num_drafts,
         "device": {
             "weights": dict(found.weights),
             "caches": found.caches,
@@ -196,7 +197,7 @@ def _as_record(found: Footprint, engine: EngineConfig, loading: Loading, dtype: 
         },
         "families": families,
         "request": {
-            "max_model_len": engine.max_model_len,
+            "max_model_len": found.engine.max_model_len,
             "bytes_per_token": sum(use.per_token for use in found.families),
             "bytes_decoding": decoding,
             "bytes_prefilling": prefilling,
@@ -204,7 +205,7 @@ def _as_record(found: Footprint, engine: EngineConfig, loading: Loading, dtype: 
         "capacity": {
             "bytes": capacity.num_bytes,
             "tokens": capacity.num_tokens,
-            "lengths": lengths_text(capacity.num_tokens, engine.max_model_len),
+            "lengths": lengths_text(capacity.num_tokens, found.engine.max_model_len),
             "requests": capacity.max_requests,
         },
         "loading": {

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from deepspan.cli.options import DraftOptions, takes_drafts
 from deepspan.errors import DeepspanError
 from deepspan.version import __version__
 
@@ -73,6 +74,7 @@ def _root(
 
 
 @app.command()
+@takes_drafts
 def generate(
     question: Annotated[str, typer.Argument(help="What to ask.", show_default=False)],
     model: Model = None,
@@ -94,17 +96,20 @@ def generate(
     ] = "serving",
     device: Device = "auto",
     dtype: Dtype = "auto",
+    *,
+    drafts: DraftOptions,
 ) -> None:
     """Answer one question, about pictures if any are given, streaming to the terminal."""
     _verb(
         "generate", "run",
         question=question, model=model, images=image or [], system=system, effort=effort, raw=raw,
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed,
-        image_mode=image_mode, device=device, dtype=dtype,
+        image_mode=image_mode, device=device, dtype=dtype, drafts=drafts,
     )  # fmt: skip
 
 
 @app.command()
+@takes_drafts
 def chat(
     model: Model = None,
     image: Annotated[
@@ -118,16 +123,19 @@ def chat(
     seed: Annotated[int | None, typer.Option(help="Same seed, same text.", show_default=False)] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    *,
+    drafts: DraftOptions,
 ) -> None:
     """Talk with a model in the terminal, about pictures too; lines beginning with / are commands, /help lists them."""
     _verb(
         "chat", "run",
         model=model, images=image or [], system=system, effort=effort, max_tokens=max_tokens, temperature=temperature,
-        seed=seed, device=device, dtype=dtype,
+        seed=seed, device=device, dtype=dtype, drafts=drafts,
     )  # fmt: skip
 
 
 @app.command()
+@takes_drafts
 def serve(
     model: Model = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
@@ -175,6 +183,8 @@ def serve(
     drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds that running requests get at the end.")] = 30.0,
     strict: Annotated[bool, typer.Option(help="Refuse fields that nobody knows.")] = False,
     guard_metrics: Annotated[bool, typer.Option(help="Ask for the key at /metrics too.")] = False,
+    *,
+    drafts: DraftOptions,
 ) -> None:
     """Serve the OpenAI- and Anthropic-compatible API over HTTP."""
     _verb(
@@ -186,6 +196,7 @@ def serve(
         remote_images=remote_images, image_domain=image_domain or [], private_images=private_images,
         image_folder=image_folder, max_images=max_images, max_image_mib=max_image_mib, max_body_mib=max_body_mib,
         request_timeout=request_timeout, drain_timeout=drain_timeout, strict=strict, guard_metrics=guard_metrics,
+        drafts=drafts,
     )  # fmt: skip
 
 
@@ -210,7 +221,48 @@ def tiny(
     )  # fmt: skip
 
 
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(help="Checkpoint folder to read.", show_default=False)],
+    out: Annotated[
+        Path,
+        typer.Argument(help="Folder to write: new, empty, or left by the same command.", show_default=False),
+    ],
+    to: Annotated[
+        str,
+        typer.Option(
+            help="bf16, fp8-fp4 (as released), fp8 (as the base model), w8a8 or w4a8 (ModelSlim), or tiny-subset.",
+            show_default=False,
+        ),
+    ],
+    shard_size: Annotated[str, typer.Option(help="Data of one file at most, such as 5GB.")] = "5GB",
+    layers: Annotated[
+        int | None, typer.Option(help="tiny-subset: how many of the first layers.", show_default=False)
+    ] = None,
+    experts: Annotated[
+        int | None, typer.Option(help="tiny-subset: how many of the first experts.", show_default=False)
+    ] = None,
+    keep_drafts: Annotated[bool, typer.Option("--keep-drafts", help="tiny-subset: with its draft stages.")] = False,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            help='w8a8, w4a8: fixed input scales for dense layers, from lines of {"text": ..., "images": [...]}.',
+            show_default=False,
+        ),
+    ] = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> None:
+    """Write a checkpoint in another format, or a small part of it. The same command goes on after an interruption."""
+    _verb(
+        "convert", "run",
+        source=source, out=out, to=to, shard_size=shard_size, layers=layers, experts=experts, keep_drafts=keep_drafts,
+        calibrate=calibrate, device=device, dtype=dtype,
+    )  # fmt: skip
+
+
 @eval_app.command("tiny")
+@takes_drafts
 def eval_tiny(
     model: Model = None,
     questions: Annotated[int, typer.Option(min=1, help="Questions per skill (fewer of the long ones).")] = 100,
@@ -228,10 +280,12 @@ def eval_tiny(
     failures: Annotated[bool, typer.Option("--failures", help="Show the first wrong answers of each skill.")] = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    *,
+    drafts: DraftOptions,
 ) -> None:
     """Accuracy of deepspan-tiny's skills on held-out pictures and texts."""
     _verb("eval", "run", model=model, questions=questions, skills=skills, formats=formats, as_json=as_json,
-          failures=failures, device=device, dtype=dtype)  # fmt: skip
+          failures=failures, device=device, dtype=dtype, drafts=drafts)  # fmt: skip
 
 
 @bench_app.command("serve")
@@ -296,12 +350,13 @@ def inspect_config(model: ModelArgument = None, as_json: AsJson = False) -> None
 
 
 @inspect_app.command("memory")
+@inspect_app.command("cache", hidden=True)  # its name while it told of caches only
+@takes_drafts
 def inspect_memory(
     model: ModelArgument = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     kv_dtype: KvDtype = "auto",
-    draft_method: Annotated[str, typer.Option(help="Draft stages that are loaded: off, dspark or mtp.")] = "off",
     num_devices: Annotated[
         int, typer.Option(min=1, help="Devices that share the routed experts; all else is on each.")
     ] = 1,
@@ -319,11 +374,14 @@ def inspect_memory(
         typer.Option(help="Bytes a second that files come at, such as 2GB; measured if not given.", show_default=False),
     ] = None,
     as_json: AsJson = False,
+    *,
+    drafts: DraftOptions,
 ) -> None:
     """Show what a device would hold, what requests cost, how many fit at once, and how long loading takes."""
     _verb(
         "inspect_memory", "show_memory",
-        model=model, device=device, dtype=dtype, kv_dtype=kv_dtype, draft_method=draft_method, num_devices=num_devices,
+        model=model, device=device, dtype=dtype, kv_dtype=kv_dtype, num_devices=num_devices,
         cache_memory=cache_memory, device_memory=device_memory, max_model_len=max_model_len,
         max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens, read_rate=read_rate, as_json=as_json,
+        drafts=drafts,
     )  # fmt: skip

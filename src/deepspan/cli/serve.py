@@ -11,6 +11,7 @@ from rich.logging import RichHandler
 
 from deepspan.async_llm import AsyncLLM
 from deepspan.bundled import bundled_model
+from deepspan.cli.options import DraftOptions
 from deepspan.cli.progress import counting, notes
 from deepspan.cli.sizes import parse_bytes
 from deepspan.config.engine import EngineConfig
@@ -36,6 +37,7 @@ class ServeOptions:
     served_name: list[str]
     device: str
     dtype: str
+    drafts: DraftOptions
     kv_dtype: str
     cache_memory: str | None
     max_model_len: int
@@ -72,6 +74,7 @@ def run(**given: Any) -> None:
         max_num_seqs=options.max_num_seqs,
         max_batched_tokens=options.max_batched_tokens,
         prefix_caching=options.prefix_caching,
+        **options.drafts.engine_fields(),
     )
     try:
         listener = bind(options.host, options.port)
@@ -89,6 +92,9 @@ def run(**given: Any) -> None:
             progress=progress,
         )
     host, port = listener.getsockname()[:2]
+    if (limits := llm.engine).num_drafts:
+        count = f"up to {limits.num_drafts}" if limits.draft_depth == "auto" else str(limits.num_drafts)
+        notes.print(f"guessing {count} tokens ahead with {limits.draft_method} stages", markup=False)
 
     async def main() -> None:
         server = Server(AsyncLLM(llm, max_queued=options.max_queued), settings, policy, defaults)

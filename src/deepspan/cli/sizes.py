@@ -8,11 +8,11 @@ _UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "M
 _SHOWN = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
 
-def parse_bytes(text: str) -> int:
-    """`8GiB`, `500 MB` or plain bytes. Raises ConfigError."""
+def parse_bytes(text: str, what: str = "memory") -> int:
+    """`8GiB`, `500 MB` or plain bytes. what: its name in messages. Raises ConfigError."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     if found is None or found[2].upper() not in _UNITS:
-        raise ConfigError(f"memory must be a number with one of {', '.join(u for u in _UNITS if u)}, found {text!r}")
+        raise ConfigError(f"{what} must be a number with one of {', '.join(u for u in _UNITS if u)}, found {text!r}")
     return int(float(found[1]) * _UNITS[found[2].upper()])
 
 

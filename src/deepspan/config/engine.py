@@ -11,13 +11,16 @@ from deepspan.config.model import OVERLAP_RATIO, ModelConfig
 from deepspan.errors import ConfigError
 
 LEAD_PADS = OVERLAP_RATIO - 1  # an image starts with up to three pads, so that START stands at 3 (mod 4)
-MAX_DRAFTS = 16
+MAX_DRAFTS = 8
+DRAFT_METHODS = ("off", "auto", "dspark", "mtp")
+DRAFT_RULES = ("standard", "block")
+DRAFT_SAMPLINGS = ("greedy", "sampled")
 KV_GROUP = 64  # numbers of a row that share a scale with kv_dtype fp8
 SCALES_ALIGNED = 8  # bytes of a row's scales are a multiple of this
 _CHOICES = {
-    "draft_method": ("off", "dspark", "mtp"),
-    "draft_rule": ("standard", "block"),
-    "draft_sampling": ("greedy", "sampled"),
+    "draft_method": DRAFT_METHODS,
+    "draft_rule": DRAFT_RULES,
+    "draft_sampling": DRAFT_SAMPLINGS,
     "draft_depth": ("fixed", "auto"),
     "kv_dtype": ("auto", "bfloat16", "fp8"),
 }
@@ -31,10 +34,11 @@ class EngineConfig:
     max_model_len: prompt and output of one request together. max_num_seqs: requests running at once.
     max_batched_tokens: rows of one step. chunk_tokens: rows of one request in one step, 0 for no limit of its own; an
     image is taken whole even where it is longer.
-    draft_method: kind of the checkpoint's draft stages to guess with. num_drafts: draft tokens verified per request and
-    step; 0 takes what the stages were made for, if there is a method. draft_rule: how sampled drafts are judged,
-    each alone or a block at a time (which takes more). draft_sampling: whether drafts of sampled requests are the
-    likeliest tokens or drawn at the request's temperature. draft_depth: always `num_drafts`, or as many as pay.
+    draft_method: kind of the checkpoint's draft stages to guess with; auto takes what there is, or none. num_drafts:
+    draft tokens verified per request and step; 0 takes what the stages were made for, if there is a method.
+    draft_rule: how sampled drafts are judged, each alone or a block at a time (which takes more). draft_sampling:
+    whether drafts of sampled requests are the likeliest tokens or drawn at the request's temperature. draft_depth:
+    always `num_drafts`, or as many as pay.
     kv_dtype: how cached rows are kept: as they are computed, as bf16, or as the release rounds them (a byte a number,
     the rotary dims bf16). encoder_rows: rows of encoder output that are kept.
     prefix_caching: reuse blocks of earlier requests.
@@ -45,7 +49,7 @@ class EngineConfig:
     max_num_seqs: int = 32
     max_batched_tokens: int = 2048
     chunk_tokens: int = 0
-    draft_method: Literal["off", "dspark", "mtp"] = "off"
+    draft_method: Literal["off", "auto", "dspark", "mtp"] = "off"
     num_drafts: int = 0
     draft_rule: Literal["standard", "block"] = "standard"
     draft_sampling: Literal["greedy", "sampled"] = "greedy"
@@ -98,19 +102,27 @@ class EngineConfig:
             )
         return replace(self, max_model_len=min(self.max_model_len, model.max_position_embeddings))
 
-    def with_drafts(self, model: ModelConfig) -> "EngineConfig":
-        """This configuration with the number of drafts that the model's stages were made for, unless one is given.
+    def with_drafts(self, model: ModelConfig, stored: Literal["dspark", "mtp"] | None) -> "EngineConfig":
+        """This configuration with a definite method and number of drafts: if none is given, what stages were made for.
 
-        Raises ConfigError if a number is given without a method, or the model has no fields for the method.
+        stored: kind of the draft stages that were loaded. With `auto`, and no number given, drafts take no more than
+        the room of a step leaves them. Raises ConfigError if a number is given and there is nothing to draft with.
         """
+        if self.draft_method == "auto" and stored is None:
+            if self.num_drafts:
+                raise ConfigError(f"num_drafts is {self.num_drafts}, the checkpoint has no draft stages (mtp.*)")
+            return replace(self, draft_method="off")
         if self.draft_method == "off":
             if self.num_drafts:
                 raise ConfigError(f"num_drafts is {self.num_drafts} and draft_method is off: nothing would draft")
             return self
-        if self.draft_method == "dspark" and model.draft is None:
-            raise ConfigError("draft_method is dspark, config.json has no dspark_block_size")
-        made_for = model.draft.block_size if self.draft_method == "dspark" and model.draft is not None else 1
-        return replace(self, num_drafts=self.num_drafts or made_for)
+        assert stored is not None, "the loader refuses what is not there"
+        assert self.draft_method in ("auto", stored), "the loader refuses what is another kind"
+        made_for = model.draft.block_size if stored == "dspark" and model.draft is not None else 1
+        if self.draft_method == "auto":
+            room = (self.max_batched_tokens - largest_placeholder(model)) // self.max_num_seqs - 1
+            made_for = max(1, min(made_for, room))
+        return replace(self, draft_method=stored, num_drafts=self.num_drafts or min(made_for, MAX_DRAFTS))
 
 
 def packed_row_bytes(width: int, rope_dims: int) -> int:

@@ -98,6 +98,10 @@ class Matcher(Protocol):
         """Take the next token. Raises InputError if the grammar does not allow it."""
         ...
 
+    def count_allowed(self, tokens: Sequence[int]) -> int:
+        """How many of these could come next, one after the other. Nothing is taken."""
+        ...
+
 
 class CompiledGrammar(Protocol):
     """A grammar made ready for one vocabulary, where and when its request was built.

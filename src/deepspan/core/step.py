@@ -76,13 +76,15 @@ class StepPlan:
 class StepResult:
     """By request id. tokens: chosen by each chunk that samples, one or more. failed: what was not served, and why.
 
-    accepted: how many of a chunk's drafts were taken. drafts: guesses for the tokens that come next.
+    accepted: how many of a chunk's drafts were taken. invalid: how many its grammar did not allow, none if absent.
+    drafts: guesses for the tokens that come next.
     logprobs (one per token), prompt_logprobs: of requests that ask for them.
     """
 
     tokens: Mapping[int, Sequence[int]]
     failed: Mapping[int, str] = field(default_factory=dict)
     accepted: Mapping[int, int] = field(default_factory=dict)
+    invalid: Mapping[int, int] = field(default_factory=dict)
     drafts: Mapping[int, Sequence[int]] = field(default_factory=dict)
     logprobs: Mapping[int, Sequence[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: Mapping[int, PromptLogprobs] = field(default_factory=dict)

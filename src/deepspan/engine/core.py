@@ -33,8 +33,8 @@ class EngineStats:
     """Counters since the start, and what is going on now. Tokens of prompts count when they are computed.
 
     cache_usage: share of cache blocks in use, 0 to 1. num_drafts: of requests and steps, those with drafts to judge;
-    num_draft_tokens, num_accepted_tokens: drafts judged and taken; accepted_per_position: how often the first, the
-    second and so on was.
+    num_draft_tokens, num_accepted_tokens: drafts judged, without those that a grammar does not allow, and taken;
+    accepted_per_position: how often the first, the second and so on was.
     """
 
     num_steps: int
@@ -185,7 +185,7 @@ class EngineCore:
             if chunk.num_drafts and chunk.request_id in result.accepted:
                 accepted = result.accepted[chunk.request_id]
                 counts["drafts"] += 1
-                counts["drafted"] += chunk.num_drafts
+                counts["drafted"] += chunk.num_drafts - result.invalid.get(chunk.request_id, 0)
                 counts["accepted"] += accepted
                 for position in range(accepted):
                     self._accepted_per_position[position] += 1

@@ -27,10 +27,17 @@ from deepspan.runtime.verification import accepts, block_length, draw, log_distr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drafts:
-    """Guesses for the next tokens. log_q: float64 [V] that each was drawn from, None where it was the likeliest."""
+    """Guesses for the next tokens. log_q: float64 [V] that each was drawn from, None where it was the likeliest.
+
+    Fewer guesses are a shorter record: there is no placeholder, whose id would point at a token of the vocabulary.
+    """
 
     tokens: tuple[int, ...] = ()
     log_q: tuple[Tensor | None, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert len(self.tokens) == len(self.log_q), "every guess was drawn from something"
+        assert all(token >= 0 for token in self.tokens), "a placeholder is no guess"
 
     def first(self, count: int) -> "Drafts":
         return Drafts(tokens=self.tokens[:count], log_q=self.log_q[:count])
@@ -38,11 +45,15 @@ class Drafts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """tokens: at least one; logprobs: of each, if asked for; num_accepted: drafts among the tokens."""
+    """tokens: at least one; logprobs: of each, if asked for; num_accepted: drafts among the tokens.
+
+    num_invalid: drafts that the grammar does not allow, and those behind them.
+    """
 
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
     num_accepted: int
+    num_invalid: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -93,13 +104,17 @@ class RunningRow:
         tokens: list[int] = []
         logprobs: list[TokenLogprobs] = []
         num_accepted, step = 0, len(self.generated)
+        num_invalid = len(drafts.tokens) - self.guide.count_allowed(drafts.tokens) if self.guide is not None else 0
         for index, row in enumerate(masked):
             token, is_accepted = self._judge(self._adjusted(row), drafts, index, step)
             self._take(token, row, tokens, logprobs)
             num_accepted += is_accepted
             if not is_accepted or self.is_over:
                 break
-        return Chosen(tokens=tuple(tokens), logprobs=tuple(logprobs), num_accepted=num_accepted)
+        num_invalid = min(num_invalid, len(drafts.tokens) - num_accepted)  # a finished grammar lets ends repeat
+        return Chosen(
+            tokens=tuple(tokens), logprobs=tuple(logprobs), num_accepted=num_accepted, num_invalid=num_invalid
+        )
 
     def _judge(self, adjusted_V: Tensor, drafts: Drafts, index: int, step: int) -> tuple[int, bool]:
         """Next token, and whether it is the draft. step: generated tokens before this step."""

@@ -84,14 +84,14 @@ class Drafting:
     def propose(self, anchors: Sequence[Anchor]) -> list[Drafts]:
         """Guesses of each anchor, as many as wanted or fewer: they end at a token that ends the text.
 
-        None where the drafter's logits are no numbers.
+        None where the drafter's logits are not finite: no law can be made of them.
         """
         if not anchors:
             return []
         batch = self._batch(anchors)
         base, _ = self._drafter(batch, self._network)
         firsts = [part.first for part in batch.parts]
-        sound = [not bool(torch.isnan(base[part.first : part.last]).any()) for part in batch.parts]
+        sound = [bool(torch.isfinite(base[part.first : part.last]).all()) for part in batch.parts]
         tokens: list[list[int]] = [[] for _ in anchors]
         log_q: list[list[Tensor | None]] = [[] for _ in anchors]
         for slot in range(max(anchor.count for anchor in anchors)):

@@ -31,8 +31,7 @@ from deepspan.runtime.drafting import Drafting
 from deepspan.runtime.step_builder import StepBuilder
 from deepspan.weights.folder import StoredTensors
 from deepspan.weights.inventory import DRAFT_EXPERTS, EXPERTS, PARTS, part_of
-from deepspan.weights.load import Fit, build, fit_headers
-from deepspan.weights.table import DraftKind
+from deepspan.weights.load import Fit, build, drafts_to_load, fit_headers
 
 _META = torch.device("meta")
 
@@ -52,12 +51,14 @@ class FamilyUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """Bytes of one device. weights: by part, in the order of the network. read: of the files, what is loaded of them.
+    """Bytes of one device.
 
-    caches: tensors and block tables. buffers: indices of a step. encoder_rows: outputs of images that are kept.
-    step: activations of the largest step, at least.
+    engine: with the drafts it would have. weights: by part, in the order of the network. read: of the files, what is
+    loaded of them. caches: tensors and block tables. buffers: indices of a step. encoder_rows: outputs of images that
+    are kept. step: activations of the largest step, at least.
     """
 
+    engine: EngineConfig
     weights: Mapping[str, int]
     read: int
     caches: int
@@ -82,7 +83,7 @@ def footprint(
     cache_bytes: int | None = None,
     device_bytes: int | None = None,
 ) -> Footprint:
-    """engine: checked against the model. dtype: of activations, and of rows with kv_dtype auto.
+    """dtype: of activations, and of rows with kv_dtype auto.
 
     num_ranks: devices among which routed experts are divided; all else is on each. cache_bytes: memory for caches, or
     device_bytes: of which caches take what a run would give them. Raises ConfigError or WeightsError naming what does
@@ -90,9 +91,9 @@ def footprint(
     """
     if num_ranks < 1 or config.n_routed_experts % num_ranks:
         raise ConfigError(f"{num_ranks} ranks do not divide n_routed_experts {config.n_routed_experts}")
-    drafts = None if engine.draft_method == "off" else DraftKind(engine.draft_method)
-    fit = fit_headers(stored, config, drafts)
-    network, drafter = build(stored, config, fit, dtype=dtype, ops=reference_ops(), drafts=drafts)
+    fit = fit_headers(stored, config, drafts_to_load(engine.draft_method))
+    engine = engine.with_drafts(config, fit.drafts.value if fit.drafts is not None else None).checked(config)
+    network, drafter = build(stored, config, fit, dtype=dtype, ops=reference_ops(), drafts=fit.drafts)
     weights = _per_rank(_weight_bytes([network, *([drafter] if drafter is not None else [])]), num_ranks)
     row_dtype = dtype if engine.kv_dtype == "auto" else torch.bfloat16
     families = cache_families(
@@ -113,6 +114,7 @@ def footprint(
     if drafter is not None:
         buffers += Drafting(drafter, network, config, engine, caches, _META).num_bytes
     return Footprint(
+        engine=engine,
         weights=weights,
         read=sum(_per_rank(_read_bytes(stored, fit), num_ranks).values()),
         caches=caches.num_bytes,

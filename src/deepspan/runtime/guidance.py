@@ -48,6 +48,13 @@ class Guide:
         mask[: len(known)] = known
         return mask.to(self._device)
 
+    def count_allowed(self, tokens: Sequence[int]) -> int:
+        """How many of these could come next, one after the other; nothing is taken."""
+        free = 0  # reasoning, and the token that ends it
+        if self._waits:
+            free = tokens.index(self._end_of_reasoning) + 1 if self._end_of_reasoning in tokens else len(tokens)
+        return free + self._matcher.count_allowed(tokens[free:])
+
     def accept(self, token_id: int) -> None:
         """Take the token that was chosen. Raises InputError if the grammar does not allow it."""
         if self._waits:

@@ -20,7 +20,7 @@ from deepspan.core.step import Chunk, EncoderJob, StepPlan, StepResult
 from deepspan.errors import InputError
 from deepspan.kv.families import Family
 from deepspan.runtime.caches import Caches
-from deepspan.runtime.choosing import Chosen, RunningRow
+from deepspan.runtime.choosing import Chosen, Drafts, RunningRow
 from deepspan.runtime.drafting import Anchor, Drafting
 from deepspan.runtime.guidance import Guide
 from deepspan.runtime.sampler import token_logprobs
@@ -86,6 +86,7 @@ class Runner:
             tokens={request_id: found.tokens for request_id, found in chosen.items()},
             failed=failed,
             accepted={request_id: found.num_accepted for request_id, found in chosen.items()},
+            invalid={request_id: found.num_invalid for request_id, found in chosen.items() if found.num_invalid},
             drafts=drafts,
             logprobs={request_id: found.logprobs for request_id, found in chosen.items() if found.logprobs},
             prompt_logprobs=prompt_logprobs,
@@ -194,14 +195,24 @@ class Runner:
                 position = len(row.request.token_ids) + len(row.generated) - 1
                 anchors.append(Anchor(row=row, place=chunk.row, position=position, count=count))
                 ids.append(chunk.request_id)
-        try:
-            found = self._drafting.propose(anchors)
-        except Exception:
-            log.exception("drafting for %d requests failed; they go on without", len(anchors))
-            return {}
-        for anchor, drafts in zip(anchors, found, strict=True):
+        for anchor, drafts in zip(anchors, self._guess(self._drafting, anchors), strict=True):
             anchor.row.drafts = drafts
-        return {request_id: drafts.tokens for request_id, drafts in zip(ids, found, strict=True) if drafts.tokens}
+        return {
+            request_id: anchor.row.drafts.tokens
+            for request_id, anchor in zip(ids, anchors, strict=True)
+            if anchor.row.drafts.tokens
+        }
+
+    def _guess(self, drafting: Drafting, anchors: Sequence[Anchor]) -> list[Drafts]:
+        """Guesses of each anchor. If all together fail, each is tried alone: what one lacks must not tell on others."""
+        try:
+            return drafting.propose(anchors)
+        except Exception:
+            if len(anchors) > 1:
+                log.exception("drafting for %d requests failed; each is tried alone now", len(anchors))
+                return [drafts for one in anchors for drafts in self._guess(drafting, [one])]
+            log.exception("drafting failed; the request goes on without")
+            return [Drafts()]
 
 
 @contextmanager

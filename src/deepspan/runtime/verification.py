@@ -41,7 +41,7 @@ def residual(log_p_V: Tensor, log_q_V: Tensor | None, draft: int, log_share: flo
         # log(e^p - e^q) = p + log1p(-e^(q - p)) where q is smaller; where p is 0 nothing is left to take from.
         ratio = torch.where(log_p > log_q_V, log_q_V - log_p, 0.0)
         weights = torch.where(log_p > log_q_V, log_p + torch.log1p(-ratio.exp()), -torch.inf)
-    weights = weights.nan_to_num(nan=-torch.inf)
+    weights = weights.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
     return weights if bool((weights > -torch.inf).any()) else log_p_V
 
 
@@ -65,14 +65,15 @@ def block_length(
     log_ratio, taken, share = 0.0, 0, 0.0
     for index, draft in enumerate(drafts):
         q = log_q[index]
-        log_ratio = min(0.0, log_ratio + float(log_p[index][draft]) - (0.0 if q is None else float(q[draft])))
+        # What is no number stays one (it is the first argument), and passes no comparison below.
+        log_ratio = min(log_ratio + float(log_p[index][draft]) - (0.0 if q is None else float(q[draft])), 0.0)
         if index == len(drafts) - 1:
-            passes = log_ratio
+            passes = _exp(log_ratio)
         else:
             left = _mass(log_p[index + 1], log_q[index + 1], drafts[index + 1], log_ratio)
             rest = left + 1.0 - _exp(log_ratio)
-            passes = float(torch.tensor(left / rest).log()) if rest > 0 else 0.0
-        if points[index] <= _exp(passes) and log_ratio > -torch.inf:
+            passes = left / rest if rest != 0 else 1.0
+        if points[index] < passes and log_ratio > -torch.inf:
             taken, share = index + 1, log_ratio
     return taken, share
 

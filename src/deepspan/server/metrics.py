@@ -52,6 +52,13 @@ _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
 )
 
 
+_DRAFT_COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
+    ("spec_decode_num_drafts", "Requests and steps with drafts to judge.", lambda stats: stats.num_drafts),
+    ("spec_decode_num_draft_tokens", "Drafts judged.", lambda stats: stats.num_draft_tokens),
+    ("spec_decode_num_accepted_tokens", "Drafts taken.", lambda stats: stats.num_accepted_tokens),
+)
+
+
 class Metrics:
     """Metrics of one server."""
 
@@ -170,10 +177,19 @@ class _EngineCollector:
             gauge = GaugeMetricFamily(f"{PREFIX}{name}", text, labels=_LABELS)
             gauge.add_metric(self._labels, read(stats))
             yield gauge
-        for name, text, read in _COUNTERS:
+        drafting = _DRAFT_COUNTERS if stats.accepted_per_position else ()
+        for name, text, read in (*_COUNTERS, *drafting):
             counter = CounterMetricFamily(f"{PREFIX}{name}", text, labels=_LABELS)
             counter.add_metric(self._labels, read(stats))
             yield counter
+        if drafting:
+            text = "Steps whose draft at this position, and all before it, was taken."
+            taken = CounterMetricFamily(
+                f"{PREFIX}spec_decode_num_accepted_tokens_per_pos", text, labels=(*_LABELS, "position")
+            )
+            for position, count in enumerate(stats.accepted_per_position):
+                taken.add_metric((*self._labels, str(position)), count)
+            yield taken
 
     def describe(self) -> Iterable[Metric]:
         return ()

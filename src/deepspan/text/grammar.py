@@ -127,6 +127,11 @@ class GrammarMatcher:
         if not self._matcher.consume_token(token_id):
             raise InputError(f"grammar: token {token_id} is not allowed: {_shortened(self._matcher.get_error())}")
 
+    def count_allowed(self, tokens: Sequence[int]) -> int:
+        known = [0 <= token < self._vocabulary.size and not self._vocabulary.never[token] for token in tokens]
+        num_known = known.index(False) if False in known else len(known)
+        return self._matcher.validate_tokens(list(tokens[:num_known]))
+
     def _check(self) -> None:
         if error := self._matcher.get_error():
             raise InputError(f"grammar: {_shortened(error)}")

@@ -36,11 +36,21 @@ class Checkpoint(Headers):
 
     def read(self, key: str, expert: int | None = None, part: int = 0, num_parts: int = 1) -> Tensor:
         """A stored tensor, or the share of one expert in a stacked one; memory-mapped where the library can."""
-        handle = self._open[self.tensors[key].file]
+        file = self.tensors[key].file
+        if file not in self._open:
+            self._open[file] = _opened(file)
+        handle = self._open[file]
         if expert is None:
             return handle.get_tensor(key)
         rows = self.tensors[key].shape[1] // num_parts
         return handle.get_slice(key)[expert, part * rows : (part + 1) * rows].contiguous()
+
+    def forget(self) -> None:
+        """Let go of the mapped files, to be mapped anew when they are read: what was read of them is memory until then.
+
+        Tensors that were given out keep the mapping they came from.
+        """
+        self._open.clear()
 
 
 def _opened(file: Path) -> Any:

@@ -61,6 +61,12 @@ def read_description(folder: Path, num_layers: int) -> Description | None:
     return Description(labels=labels, is_rotated="quarot" in (raw.get("optional") or {}))
 
 
+def read_metadata(folder: Path) -> dict[str, Any]:
+    """What the description of a folder, known to be right, says of the export as a whole."""
+    raw = json.loads((folder / DESCRIPTION_FILE).read_text(encoding="utf-8"))
+    return {key: value for key, value in raw.items() if key in _METADATA}
+
+
 def _refuse_schemes(raw: Mapping[str, Any]) -> None:
     for key in _CACHE_SCHEMES:
         if raw.get(key):

@@ -33,7 +33,8 @@ _COMPANIONS = (
 _SYMMETRIC = "weights are symmetric: their offsets are zero"
 _PER_TOKEN = "activations are rounded with a scale per token"
 _SHIFTED = "a correction for kernels that shift activations to unsigned numbers"
-_FUSED = (("attn.wq_a", "attn.wkv"), ("ffn.shared_experts.w1", "ffn.shared_experts.w3"))
+# Layers with the same inputs, which kernels join.
+FUSED = (("attn.wq_a", "attn.wkv"), ("ffn.shared_experts.w1", "ffn.shared_experts.w3"))
 _EXPERT = re.compile(r"(.*ffn\.)experts\.\d+\.w[123]")
 # Plain linear layers of the release that an export may quantise all the same.
 _ALSO_LINEAR = re.compile(r".*\.(compressor\.(wkv|wgate)|indexer\.weights_proj)")
@@ -235,7 +236,7 @@ def _check_agreement(table: Table, places: Mapping[str, Place], found: Mapping[s
         if match := _EXPERT.fullmatch(module):
             pairs.append((first_of.setdefault(match[1], module), module))
         pairs += [
-            (module, module.removesuffix(first) + second) for first, second in _FUSED if module.endswith(f".{first}")
+            (module, module.removesuffix(first) + second) for first, second in FUSED if module.endswith(f".{first}")
         ]
     for first, second in pairs:
         is_stored = f"{first}.weight" in places and f"{second}.weight" in places  # otherwise one is named missing

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -26,7 +27,7 @@ from deepspan.weights.forms import Forms, canonical_scales, find_forms
 from deepspan.weights.header import StoredTensor
 from deepspan.weights.names import Place
 from deepspan.weights.packed import PackedReader, install_packed
-from deepspan.weights.placing import check_scales, expected, likely_cause, naming_of, num_stages, place_all
+from deepspan.weights.placing import check_scales, expected, likely_cause, naming_of, num_stages, place_all, wanted_kind
 from deepspan.weights.table import DraftKind, Storage, Table, TensorSpec
 
 log = logging.getLogger(__name__)
@@ -52,10 +53,14 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """A checkpoint whose headers fit its configuration. places: original name -> where it is stored."""
+    """A checkpoint whose headers fit its configuration. places: original name -> where it is stored.
+
+    drafts: kind of the draft stages that are to be loaded.
+    """
 
     places: Mapping[str, Place]
     forms: Forms
+    drafts: DraftKind | None = None
 
 
 def load_model(
@@ -64,19 +69,20 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     ops: OpTable | None = None,
-    drafts: DraftKind | None = None,
+    drafts: DraftKind | Literal["auto"] | None = None,
     progress: Progress | None = None,
 ) -> LoadedModel:
     """Read `config.json` and the weights of a checkpoint folder.
 
-    dtype: of activations and large matrices; ops: reference ops if None. drafts: kind of draft stages to load as well.
+    dtype: of activations and large matrices; ops: reference ops if None. drafts: kind of draft stages to load as
+    well; auto loads what there is.
     Raises ConfigError or WeightsError naming the field, file or tensors at fault.
     """
     config = load_model_config(folder)
     checkpoint = Checkpoint(folder)
     fit = fit_headers(checkpoint, config, drafts)
     table, left_out = fit.forms.table, dict(fit.forms.left_out)
-    network, drafter = build(checkpoint, config, fit, dtype=dtype, ops=ops or reference_ops(), drafts=drafts)
+    network, drafter = build(checkpoint, config, fit, dtype=dtype, ops=ops or reference_ops(), drafts=fit.drafts)
     parts: list[torch.nn.Module] = [network, *([drafter] if drafter is not None else [])]
     reader = PackedReader(checkpoint, fit.places, fit.forms)
     reader.check_left_out()
@@ -87,7 +93,7 @@ def load_model(
     for done, name in enumerate(wanted, start=1):
         stored = reader.read(name)
         if table[name].storage is Storage.INT64:
-            _check_expert_ids(name, stored, config.n_routed_experts)
+            check_expert_ids(name, stored, config.n_routed_experts)
         state[name] = stored.to(device=device, dtype=target[name].dtype)
         if progress is not None:
             progress(done, len(wanted))
@@ -99,7 +105,14 @@ def load_model(
     return LoadedModel(config=config, network=network, left_out=left_out, drafter=drafter)
 
 
-def fit_headers(stored: StoredTensors, config: ModelConfig, drafts: DraftKind | None = None) -> Fit:
+def drafts_to_load(draft_method: str) -> DraftKind | Literal["auto"] | None:
+    """What `drafts` of a loader is for a method of EngineConfig."""
+    if draft_method in ("off", "auto"):
+        return "auto" if draft_method == "auto" else None
+    return DraftKind(draft_method)
+
+
+def fit_headers(stored: StoredTensors, config: ModelConfig, drafts: DraftKind | Literal["auto"] | None = None) -> Fit:
     """Compare what is stored with what the configuration expects, before any data is read.
 
     Raises WeightsError with everything that does not fit, by name.
@@ -107,11 +120,12 @@ def fit_headers(stored: StoredTensors, config: ModelConfig, drafts: DraftKind | 
     description = read_description(stored.folder, config.num_hidden_layers)
     naming = naming_of(list(stored), described=description is not None)
     places = canonical_scales(stored, place_all(list(stored), config, naming))
-    table, left_out = expected(config, places, drafts)
+    kind = wanted_kind(places, drafts)
+    table, left_out = expected(config, places, kind)
     forms = find_forms(stored, table, places, left_out, config, description)
     _check(stored, forms.table, places, config.n_routed_experts)
     check_block_scales(stored, places, forms)
-    return Fit(places=places, forms=forms)
+    return Fit(places=places, forms=forms, drafts=kind)
 
 
 def build(
@@ -140,7 +154,7 @@ def differences(
         "wrong shape": [
             f"{name} has shape {list(shape)}, expected {list(spec.shape)} ({stored.file.name})"
             for name, (spec, stored, place) in found.items()
-            if (shape := _shape_at(stored, place, num_experts)) != spec.shape
+            if (shape := shape_at(stored, place, num_experts)) != spec.shape
         ],
         "wrong dtype": [
             f"{name} is stored as {stored.dtype}, expected {' or '.join(sorted(dtypes))} ({stored.file.name})"
@@ -174,13 +188,13 @@ def _dtypes_of(spec: TensorSpec) -> frozenset[str]:
     return spec.dtypes or (INTEGER_DTYPES if spec.storage is Storage.INT64 else FLOAT_DTYPES)
 
 
-def _check_expert_ids(name: str, table: torch.Tensor, num_experts: int) -> None:
+def check_expert_ids(name: str, table: torch.Tensor, num_experts: int) -> None:
     lowest, highest = int(table.min()), int(table.max())
     if lowest < 0 or highest >= num_experts:
         raise WeightsError(f"{name} holds expert ids {lowest} to {highest}, n_routed_experts is {num_experts}")
 
 
-def _shape_at(stored: StoredTensor, place: Place, num_experts: int) -> tuple[int, ...]:
+def shape_at(stored: StoredTensor, place: Place, num_experts: int) -> tuple[int, ...]:
     """Shape of what lies at `place`; of the whole tensor if it is no stack of `num_experts` equal parts."""
     shape = stored.shape
     if place.expert is None:

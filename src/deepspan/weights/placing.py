@@ -8,6 +8,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from enum import Enum
+from typing import Literal
 
 from deepspan.config.model import ModelConfig
 from deepspan.errors import WeightsError
@@ -83,6 +84,13 @@ def num_stages(names: Iterable[str]) -> int:
 def draft_kind(names: Collection[str]) -> DraftKind:
     """What the draft stages of a checkpoint are, told by the one module that only plain MTP has."""
     return DraftKind.MTP if "mtp.0.e_proj.weight" in names else DraftKind.DSPARK
+
+
+def wanted_kind(names: Collection[str], drafts: DraftKind | Literal["auto"] | None) -> DraftKind | None:
+    """What is to be loaded of the draft stages; auto: whatever there is. Raises WeightsError for gaps."""
+    if drafts != "auto":
+        return drafts
+    return draft_kind(names) if num_stages(names) else None
 
 
 def expected(config: ModelConfig, names: Collection[str], drafts: DraftKind | None) -> tuple[Table, dict[str, str]]:

@@ -1,23 +1,19 @@
-"""From plain weights to the quantised formats: single tensors, and whole checkpoints a file at a time.
+"""From plain weights to the quantised formats: single tensors, and which format a layer has in which recipe.
 
 Scales are chosen as the formats' own tools choose them (powers of two for FP8 and FP4, largest magnitude for int8), so
-what is already quantised to a grid is found again. Written checkpoints are what `weights.load` reads. Called by
-`deepspan tiny` and by tests.
+what is already quantised to a grid is found again. Called by `weights.plan`, `deepspan tiny` and by tests.
 
 Shapes: N rows (outputs), K columns (inputs).
 """
 
-import json
-import shutil
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor
 
-from deepspan.config.model import load_model_config
 from deepspan.errors import WeightsError
 from deepspan.ops.formats import (
     FP4_GROUP,
@@ -33,33 +29,36 @@ from deepspan.ops.formats import (
     pack_nibbles,
     unpack_int4,
 )
-from deepspan.weights import description as scheme
-from deepspan.weights.checkpoint import DESCRIBED_STEM, DESCRIPTION_FILE, INDEX_FILE, Checkpoint
-from deepspan.weights.table import DraftKind, Storage, Table, backbone_tensors, draft_tensors
 
 FLOAT_OF_EXPORTS = ("attn.wo_a", "attn.wo_b", "e_proj", "h_proj", "main_proj")  # what the official W8A8 recipe leaves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
-    """Formats of the linear layers that the release quantises. block_scale: dtype of FP8 scales."""
+class InputRange:
+    """Smallest and largest input that a layer was seen to take; 0 is always inside."""
 
-    dense: Format
-    experts: Format
-    block_scale: torch.dtype = torch.float8_e8m0fnu
+    low: float
+    high: float
 
     @property
-    def is_described(self) -> bool:
-        """Whether the checkpoint is an export with a description, rather than one in the release's own format."""
-        return self.dense is Format.INT8
+    def scale(self) -> float:
+        """Of 256 steps."""
+        return max(max(self.high, 0.0) - min(self.low, 0.0), 1e-5) / 255
+
+    @property
+    def offset(self) -> int:
+        """What 0 is rounded to: the lowest input becomes -128."""
+        return round(-128 - min(self.low, 0.0) / self.scale)
 
 
-RECIPES = {
-    "fp8-fp4": Recipe(dense=Format.FP8, experts=Format.FP4),
-    "fp8": Recipe(dense=Format.FP8, experts=Format.FP8, block_scale=torch.float32),
-    "w8a8": Recipe(dense=Format.INT8, experts=Format.INT8),
-    "w4a8": Recipe(dense=Format.INT8, experts=Format.INT4),
-}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coding:
+    """One way to store a weight. block_scale: of fp8. is_down: the second projection of an expert. inputs: static."""
+
+    form: Format
+    block_scale: torch.dtype = torch.float8_e8m0fnu
+    is_down: bool = False
+    inputs: InputRange | None = None
 
 
 # --- single tensors
@@ -107,117 +106,89 @@ def static_tensors(
     """A linear layer in static W8A8: all its tensors by their last name. bias: fp32, or None for zero."""
     values, scale = quantise_int8(weight_NK)
     deq_scale = input_scale * scale.flatten()
-    bias = torch.zeros_like(deq_scale) if bias_N is None else bias_N / deq_scale
+    bias = torch.zeros_like(deq_scale) if bias_N is None else torch.round(bias_N / deq_scale)
     return {
         "weight": values,
         "input_scale": torch.tensor([input_scale]),
         "input_offset": torch.tensor([float(input_offset)]),
-        "quant_bias": torch.round(bias - input_offset * values.sum(dim=1)).to(torch.int32),
+        "quant_bias": (bias.long() - input_offset * values.sum(dim=1)).to(torch.int32),
         "deq_scale": deq_scale,
     }
 
 
-# --- checkpoints
+def encode(weight_NK: Tensor, coding: Coding) -> dict[str, Tensor]:
+    """A weight in a format: all its tensors by their last name, as the format's own tools write them.
+
+    On the meta device it gives their shapes and dtypes. Raises WeightsError if the format cannot hold the shape.
+    """
+    rows, columns = weight_NK.shape
+    form = coding.form
+    if (form is Format.FP4 and columns % FP4_GROUP) or (form is Format.INT4 and rows % 2):
+        raise WeightsError(f"shape [{rows}, {columns}], which {form.value} cannot hold")
+    if form is Format.FP8:
+        values, scale = quantise_fp8(weight_NK, coding.block_scale)
+        return {"weight": values, "scale": scale}
+    if form is Format.FP4:
+        values, scale = quantise_fp4(weight_NK)
+        return {"weight": values, "scale": scale}
+    if form is Format.INT8_STATIC:
+        assert coding.inputs is not None, "a static layer needs the range of its inputs"
+        return static_tensors(weight_NK, coding.inputs.scale, coding.inputs.offset, None)
+    values, scale = quantise_int8(weight_NK) if form is Format.INT8 else quantise_int4(weight_NK)
+    tensors = {"weight": values, "weight_scale": scale, "weight_offset": torch.zeros_like(scale)}
+    if form is Format.INT4:
+        # A correction for kernels that shift activations by 8; in 16 runs of columns for the second projection.
+        runs = 16 if coding.is_down and columns % 16 == 0 else 1
+        tensors["scale_bias"] = 8 * (unpack_int4(values) * scale).unflatten(1, (runs, -1)).sum(dim=-1)
+    return tensors
+
+
+# --- recipes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """Formats of the linear layers that the release quantises; None is plain. block_scale: dtype of FP8 scales.
+
+    inputs: by module, of layers that get static int8 in the place of dynamic.
+    """
+
+    dense: Format | None
+    experts: Format | None
+    block_scale: torch.dtype = torch.float8_e8m0fnu
+    inputs: Mapping[str, InputRange] = field(default_factory=dict)
+
+    @property
+    def is_described(self) -> bool:
+        """Whether the checkpoint is an export with a description, rather than one in the release's own format."""
+        return self.dense is Format.INT8
+
+    def coding(self, module: str, *, is_expert: bool) -> Coding | None:
+        """How a layer that the release quantises is stored; None is plain."""
+        if self.is_described and module.endswith(FLOAT_OF_EXPORTS):
+            return None
+        form = self.experts if is_expert else self.dense
+        if form is None:
+            return None
+        if not is_expert and form is Format.INT8 and module in self.inputs:
+            return Coding(form=Format.INT8_STATIC, inputs=self.inputs[module])
+        return Coding(form=form, block_scale=self.block_scale, is_down=module.endswith(".w2"))
+
+
+PLAIN = Recipe(dense=None, experts=None)
+RECIPES = {
+    "fp8-fp4": Recipe(dense=Format.FP8, experts=Format.FP4),
+    "fp8": Recipe(dense=Format.FP8, experts=Format.FP8, block_scale=torch.float32),
+    "w8a8": Recipe(dense=Format.INT8, experts=Format.INT8),
+    "w4a8": Recipe(dense=Format.INT8, experts=Format.INT4),
+}
 
 
 def write_quantised(source: str | Path, folder: str | Path, recipe: Recipe) -> Path:
-    """Write a plain checkpoint with original names again in the formats of `recipe`; returns `folder`.
+    """Write a checkpoint again in the formats of `recipe`, in as many files as it has; returns `folder`.
 
-    One file becomes one file, so no more than one is in memory. Raises WeightsError if `source` is not plain, or holds
-    a matrix whose size its format cannot have.
+    A checkpoint that `folder` holds is replaced. Raises WeightsError as `weights.convert` does.
     """
-    source, folder = Path(source), Path(folder)
-    if source.resolve() == folder.resolve():
-        raise WeightsError(f"{folder} is the checkpoint to quantise; it cannot be written over while it is read")
-    checkpoint, table = Checkpoint(source), _linear_layers(source)
-    folder.mkdir(parents=True, exist_ok=True)
-    for stale in (*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json"), folder / DESCRIPTION_FILE):
-        stale.unlink(missing_ok=True)
-    for file in source.iterdir():
-        if file.is_file() and file.suffix != ".safetensors" and file.name not in (INDEX_FILE, "config.json"):
-            shutil.copyfile(file, folder / file.name)
-    files = sorted({stored.file for stored in checkpoint.tensors.values()})
-    weight_map: dict[str, str] = {}
-    labels: dict[str, str] = {}
-    total = 0
-    for number, file in enumerate(files, start=1):
-        stem = DESCRIBED_STEM if recipe.is_described else "model"
-        name = f"{stem}-{number:05d}-of-{len(files):05d}.safetensors"
-        tensors: dict[str, Tensor] = {}
-        for key in (key for key, stored in checkpoint.tensors.items() if stored.file == file):
-            new, label = _quantised(key, checkpoint.read(key), table, recipe)
-            tensors |= new
-            labels |= dict.fromkeys(new, label)
-        save_file(tensors, folder / name, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(tensors, name)
-        total += sum(tensor.nbytes for tensor in tensors.values())
-    index = f"{DESCRIBED_STEM}.safetensors.index.json" if recipe.is_described else INDEX_FILE
-    _write_json(folder / index, {"metadata": {"total_size": total}, "weight_map": weight_map})
-    _write_json(folder / "config.json", _config(source, recipe))
-    if recipe.is_described:
-        metadata = {
-            "model_quant_type": scheme.W8A8_DYNAMIC,
-            "version": "1.0.0",
-            "group_size": 0,
-            "metadata": {},
-            "optional": {},
-        }
-        _write_json(folder / DESCRIPTION_FILE, metadata | labels)
-    return folder
+    from deepspan.weights.convert import replace_by  # which encodes with what is above
 
-
-def _linear_layers(source: Path) -> Table:
-    """What the release quantises, draft stages of either kind included."""
-    config = load_model_config(source)
-    table = backbone_tensors(config)
-    stages = 8  # more than any checkpoint has; names that are not there ask for nothing
-    kinds = [DraftKind.MTP] if config.draft is None else [DraftKind.MTP, DraftKind.DSPARK]
-    for kind in kinds:
-        table |= draft_tensors(config, stages, kind)
-    return {name: spec for name, spec in table.items() if spec.storage in (Storage.FP8, Storage.FP4)}
-
-
-def _quantised(name: str, tensor: Tensor, table: Table, recipe: Recipe) -> tuple[dict[str, Tensor], str]:
-    """A stored tensor as the recipe stores it, with its companions, and their label."""
-    if tensor.element_size() == 1:
-        raise WeightsError(f"{name} is stored as {tensor.dtype}; expected a checkpoint that is not quantised yet")
-    module = name.removesuffix(".weight")
-    if name not in table or (recipe.is_described and module.endswith(FLOAT_OF_EXPORTS)):
-        return {name: tensor}, scheme.FLOAT
-    form = recipe.experts if table[name].storage is Storage.FP4 else recipe.dense
-    rows, columns = tensor.shape
-    if (form is Format.FP4 and columns % FP4_GROUP) or (form is Format.INT4 and rows % 2):
-        raise WeightsError(f"{name} has shape [{rows}, {columns}], which {form.value} cannot hold")
-    if form is Format.FP8:
-        values, scale = quantise_fp8(tensor, recipe.block_scale)
-    else:
-        values, scale = {Format.FP4: quantise_fp4, Format.INT8: quantise_int8, Format.INT4: quantise_int4}[form](tensor)
-    if not recipe.is_described:
-        return {name: values, f"{module}.scale": scale}, scheme.FLOAT
-    tensors = {name: values, f"{module}.weight_scale": scale, f"{module}.weight_offset": torch.zeros_like(scale)}
-    if form is Format.INT4:
-        # A correction for kernels that shift activations by 8; in 16 runs of columns for the second projection.
-        runs = 16 if module.endswith(".w2") and columns % 16 == 0 else 1
-        tensors[f"{module}.scale_bias"] = 8 * (unpack_int4(values) * scale).unflatten(1, (runs, -1)).sum(dim=-1)
-    return tensors, scheme.W4A8_DYNAMIC if form is Format.INT4 else scheme.W8A8_DYNAMIC
-
-
-def _config(source: Path, recipe: Recipe) -> dict[str, object]:
-    raw = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    if recipe.is_described:
-        return raw
-    scale_fmt = {} if recipe.block_scale == torch.float32 else {"scale_fmt": "ue8m0"}
-    return raw | {
-        "expert_dtype": recipe.experts.value,
-        "quantization_config": {
-            "activation_scheme": "dynamic",
-            "fmt": "e4m3",
-            "quant_method": "fp8",
-            "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
-            **scale_fmt,
-        },
-    }
-
-
-def _write_json(file: Path, value: object) -> None:
-    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    return replace_by(Path(source), Path(folder), recipe)

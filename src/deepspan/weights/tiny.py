@@ -6,7 +6,6 @@ vision) keeps what it shares. Called by
 `deepspan tiny` and by tests.
 """
 
-import json
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,13 +14,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 
 from deepspan.config.model import parse_model_config
 from deepspan.text.tiny_tokenizer import write_tiny_tokenizer
 from deepspan.weights.checkpoint import DESCRIPTION_FILE, INDEX_FILE
 from deepspan.weights.names import locate
 from deepspan.weights.table import DraftKind, Storage, Table, TensorSpec, backbone_tensors, draft_tensors
+from deepspan.weights.writer import write_index, write_json, write_tensors
 
 RELEASED_VISION_FIELDS = {
     "vision_patch_size": 14,
@@ -138,7 +137,7 @@ def write_tiny(
         tensors = _stack(tensors)
     folder.mkdir(parents=True, exist_ok=True)
     write_tiny_tokenizer(folder)
-    (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / "config.json", raw)
     _save(folder, tensors, num_shards)
     return folder
 
@@ -208,15 +207,13 @@ def _save(folder: Path, tensors: dict[str, torch.Tensor], num_shards: int) -> No
     ):
         stale.unlink(missing_ok=True)
     if num_shards == 1:
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        write_tensors(folder / "model.safetensors", tensors)
         return
     names = list(tensors)
     weight_map: dict[str, str] = {}
     for shard in range(num_shards):
         file = f"model-{shard + 1:05d}-of-{num_shards:05d}.safetensors"
         part = {name: tensors[name] for name in names[shard::num_shards]}
-        save_file(part, folder / file, metadata={"format": "pt"})
+        write_tensors(folder / file, part)
         weight_map |= dict.fromkeys(part, file)
-    total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    write_index(folder / INDEX_FILE, weight_map, sum(tensor.nbytes for tensor in tensors.values()))
