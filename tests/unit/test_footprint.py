@@ -131,3 +131,11 @@ def test_family_use_counts_whole_blocks(folders):
     assert rows.decoding == rows.prefilling == 3 * rows.family.block_bytes
     assert window.decoding == window.family.block_bytes * 2
     assert window.prefilling == window.family.block_bytes * 3
+
+
+def test_family_use_has_room_for_drafts_behind_the_last_token(folders):
+    """384 tokens are three blocks; five drafts behind them take a fourth."""
+    limits = LIMITS | {"max_model_len": 384}
+    engines = (EngineConfig(**limits), EngineConfig(**limits, draft_method="dspark"))
+    found = [{u.family.name: u for u in _found(folders["plain"], engine=engine).families} for engine in engines]
+    assert [uses["rows_4"].decoding // uses["rows_4"].family.block_bytes for uses in found] == [3, 4]

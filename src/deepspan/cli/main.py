@@ -266,6 +266,16 @@ def convert(
 def eval_tiny(
     model: Model = None,
     questions: Annotated[int, typer.Option(min=1, help="Questions per skill (fewer of the long ones).")] = 100,
+    skills: Annotated[
+        str | None, typer.Option(help="Skills to ask for, separated by commas; all if not given.", show_default=False)
+    ] = None,
+    formats: Annotated[
+        str | None,
+        typer.Option(
+            help="Formats to compare, such as bf16,fp8-fp4,w8a8: the checkpoint as it is (bf16), and quantised copies.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print counts as JSON.")] = False,
     failures: Annotated[bool, typer.Option("--failures", help="Show the first wrong answers of each skill.")] = False,
     device: Device = "auto",
@@ -274,8 +284,8 @@ def eval_tiny(
     drafts: DraftOptions,
 ) -> None:
     """Accuracy of deepspan-tiny's skills on held-out pictures and texts."""
-    _verb("eval", "run", model=model, questions=questions, as_json=as_json, failures=failures,
-          device=device, dtype=dtype, drafts=drafts)  # fmt: skip
+    _verb("eval", "run", model=model, questions=questions, skills=skills, formats=formats, as_json=as_json,
+          failures=failures, device=device, dtype=dtype, drafts=drafts)  # fmt: skip
 
 
 @bench_app.command("serve")

@@ -15,7 +15,14 @@ import torch
 from deepspan.config.engine import EngineConfig
 from deepspan.config.model import ModelConfig
 from deepspan.errors import ConfigError
-from deepspan.kv.capacity import Capacity, decoding_blocks, in_flight_tokens, plan_capacity, request_blocks
+from deepspan.kv.capacity import (
+    Capacity,
+    decoding_blocks,
+    in_flight_tokens,
+    plan_capacity,
+    request_blocks,
+    reserved_tokens,
+)
 from deepspan.kv.families import Family, cache_families
 from deepspan.ops.registry import reference_ops
 from deepspan.runtime.caches import Caches
@@ -164,7 +171,7 @@ def _per_rank(num_bytes: Mapping[str, int], num_ranks: int) -> dict[str, int]:
 
 
 def _use(family: Family, engine: EngineConfig) -> FamilyUse:
-    length, is_kept = engine.max_model_len, family.kind == "rows"
+    length, is_kept = reserved_tokens(engine.max_model_len, engine), family.kind == "rows"
     most = request_blocks(family, length, in_flight_tokens(engine))
     return FamilyUse(
         family=family,
