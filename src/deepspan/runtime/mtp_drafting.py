@@ -85,13 +85,14 @@ class MtpDrafting:
         last = -1
         for one in rows:
             last += len(one.token_ids)
-            self._newest[one.place] = out[last]
+            self._newest[one.place] = out[last].clone()  # a view would keep the whole step
 
     def propose(self, anchors: Sequence[Anchor]) -> list[Drafts]:
         """Guesses of each anchor, as many as wanted or fewer: they end at a token that ends the text.
 
-        None where the logits are no numbers.
+        None where the logits are no numbers. Called at the end of every step, whether anybody drafts or not.
         """
+        self._streams.clear()
         tokens: list[list[int]] = [[] for _ in anchors]
         log_q: list[list[Tensor | None]] = [[] for _ in anchors]
         active = list(range(len(anchors)))
