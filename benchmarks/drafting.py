@@ -81,8 +81,8 @@ def _limits(depth: int) -> EngineConfig:
     if depth == 0:
         return EngineConfig(max_model_len=4096)
     if depth < 0:
-        return EngineConfig(max_model_len=4096, draft_method="dspark", draft_depth="auto")
-    return EngineConfig(max_model_len=4096, draft_method="dspark", num_drafts=depth)
+        return EngineConfig(max_model_len=4096, draft_method="auto", draft_depth="auto")
+    return EngineConfig(max_model_len=4096, draft_method="auto", num_drafts=depth)
 
 
 def main() -> None:

@@ -28,6 +28,7 @@ from deepspan.image.decode import DEFAULT_LIMITS, ImageLimits, ImageMode
 from deepspan.kv.capacity import plan_capacity
 from deepspan.kv.families import cache_families
 from deepspan.kv.manager import CacheManager
+from deepspan.model.mtp import Mtp
 from deepspan.ops.registry import Provider, bind, resolve
 from deepspan.runtime.caches import Caches
 from deepspan.runtime.device import default_cache_bytes, pick_device, pick_dtype
@@ -114,7 +115,8 @@ class LLM:
             raise ConfigError(
                 f"the tokenizer has ids up to {self.tokenizer.vocab_size - 1}, vocab_size is {self.config.vocab_size}"
             )
-        stored = "dspark" if loaded.drafter is not None else None
+        is_mtp = isinstance(loaded.drafter, Mtp)
+        stored = "mtp" if is_mtp else "dspark" if loaded.drafter is not None else None
         self.engine = engine.with_drafts(self.config, stored).checked(self.config)
         self._inputs = InputBuilder(
             self.config,
@@ -132,6 +134,7 @@ class LLM:
             self.engine.num_drafts,
             stages,
             is_packed=self.engine.kv_dtype == "fp8",
+            is_mtp=is_mtp,
         )
         if cache_bytes is None:
             accelerated = target.type != "cpu"

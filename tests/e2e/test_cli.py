@@ -19,7 +19,7 @@ from deepspan.weights.checkpoint import INDEX_FILE, Checkpoint
 
 GENERATE_OPTIONS = """--model --image --system --effort --raw --max-tokens --temperature --top-p --top-k --min-p --seed
     --image-mode --device --dtype --spec --num-drafts --draft-rule --draft-sampling""".split()
-TINY_OPTIONS = "--layers --ratios --vision --no-vision --draft-stages --shards --seed --weights".split()
+TINY_OPTIONS = "--layers --ratios --vision --no-vision --draft-stages --draft-kind --shards --seed --weights".split()
 
 
 @pytest.fixture

@@ -68,6 +68,17 @@ def test_checkpoint_without_stages_is_refused_where_drafting_was_asked_for(run, 
     _refused(run("generate", "hi", "--model", model_folder, *options), part)
 
 
+def test_plain_mtp_is_written_found_and_changes_no_answer(run, tmp_path):
+    out = tmp_path / "mtp"
+    assert run("tiny", out, "--layers", 2, "--draft-stages", 1, "--draft-kind", "mtp")[0] == 0
+    asked = ("generate", "one two three", "--model", out, "--max-tokens", 8)
+    plain = run(*asked, "--spec", "off")
+    assert run(*asked) == run(*asked, "--spec", "mtp", "--num-drafts", 3) == plain
+    assert plain[0] == 0
+    _refused(run(*asked, "--spec", "dspark"), "dspark drafting was asked for, the checkpoint's draft stages are mtp")
+    _refused(run("tiny", tmp_path / "no", "--draft-kind", "eagle"), "--draft-kind must be one of dspark, mtp")
+
+
 def test_kind_of_stages_that_is_not_there_is_refused(run, draft_folder):
     result = run("generate", "hi", "--model", draft_folder, "--spec", "mtp")
     _refused(result, "mtp drafting was asked for, the checkpoint's draft stages are dspark")

@@ -11,6 +11,8 @@ from server_helpers import NAME, image_part, picture, serving
 
 from deepspan.cli.main import main
 from deepspan.config.engine import EngineConfig
+from deepspan.weights.table import DraftKind
+from deepspan.weights.tiny import write_tiny
 
 N = 5
 SCHEMA = {
@@ -71,6 +73,19 @@ def plain(draft_folder, told):
 def drafting(draft_folder, told):
     engine = EngineConfig(draft_method="dspark", num_drafts=N)
     with serving(draft_folder, llm_options={"engine": engine}) as running:
+        told.guess_for(running.service.llm.llm)
+        yield running
+        running.check_idle()
+
+
+@pytest.fixture(scope="module")
+def mtp(draft_folder, told, tmp_path_factory):
+    """The same network with a stage of plain MTP: a tensor's values depend on its name and the seed alone."""
+    fields = json.loads((draft_folder / "config.json").read_text())
+    overrides = {name: value for name, value in fields.items() if name.startswith("vision_") or name == "vocab_size"}
+    out = tmp_path_factory.mktemp("tiny") / "mtp"
+    write_tiny(out, ratios=(0, 4, 16, 4), seed=3, draft_stages=1, draft_kind=DraftKind.MTP, overrides=overrides)
+    with serving(out, llm_options={"engine": EngineConfig(draft_method="mtp", num_drafts=3)}) as running:
         told.guess_for(running.service.llm.llm)
         yield running
         running.check_idle()
@@ -142,6 +157,11 @@ def check_same(plain, drafting, **fields):
 @pytest.mark.parametrize("case", CASES)
 def test_answer_is_the_same_with_drafts(plain, drafting, case):
     check_same(plain, drafting, **CASES[case])
+
+
+@pytest.mark.parametrize("case", ["picture", "thinking", "schema", "tools", "logprobs", "limit inside a run"])
+def test_answer_is_the_same_with_plain_mtp(plain, mtp, case):
+    check_same(plain, mtp, **CASES[case])
 
 
 def test_every_token_of_an_accepted_run_has_its_logprobs(plain, drafting):

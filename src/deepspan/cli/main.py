@@ -208,7 +208,8 @@ def tiny(
         "0,4,128,4"
     ),
     vision: Annotated[bool, typer.Option(help="With the vision tower and image tokens.")] = True,
-    draft_stages: Annotated[int, typer.Option(min=0, help="Number of DSpark draft stages (mtp.*).")] = 0,
+    draft_stages: Annotated[int, typer.Option(min=0, help="Number of draft stages (mtp.*).")] = 0,
+    draft_kind: Annotated[str, typer.Option(help="What draft stages are: dspark, or mtp (one stage).")] = "dspark",
     shards: Annotated[int, typer.Option(min=1, help="Number of safetensors files.")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Same seed, same bytes.")] = 0,
     weights: Annotated[str, typer.Option(help="plain, or quantised: fp8-fp4, fp8, w8a8, w4a8.")] = "plain",
@@ -216,8 +217,8 @@ def tiny(
     """Write a tiny random checkpoint in the released format (config, weights, tokenizer)."""
     _verb(
         "tiny", "run",
-        out=out, layers=layers, ratios=ratios, vision=vision, draft_stages=draft_stages, shards=shards, seed=seed,
-        weights=weights,
+        out=out, layers=layers, ratios=ratios, vision=vision, draft_stages=draft_stages, draft_kind=draft_kind,
+        shards=shards, seed=seed, weights=weights,
     )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ from tempfile import TemporaryDirectory
 from deepspan.cli.progress import notes
 from deepspan.errors import ConfigError
 from deepspan.weights.quantise import RECIPES, write_quantised
+from deepspan.weights.table import DraftKind
 from deepspan.weights.tiny import write_tiny
 
 
@@ -16,6 +17,7 @@ def run(
     ratios: str,
     vision: bool,
     draft_stages: int,
+    draft_kind: str,
     shards: int,
     seed: int,
     weights: str,
@@ -23,6 +25,8 @@ def run(
     """Raises ConfigError if the ratios cannot be read or served, if OUT holds something else or cannot be written."""
     if weights != "plain" and weights not in RECIPES:
         raise ConfigError(f"--weights must be one of plain, {', '.join(RECIPES)}, found {weights!r}")
+    if draft_kind not in (kinds := [kind.value for kind in DraftKind]):
+        raise ConfigError(f"--draft-kind must be one of {', '.join(kinds)}, found {draft_kind!r}")
     try:
         pattern = [int(part) for part in ratios.split(",")]
     except ValueError:
@@ -33,7 +37,15 @@ def run(
     try:
         with TemporaryDirectory() as scratch:
             plain = Path(scratch) / "plain" if weights in RECIPES else out
-            write_tiny(plain, ratios=schedule, vision=vision, draft_stages=draft_stages, num_shards=shards, seed=seed)
+            write_tiny(
+                plain,
+                ratios=schedule,
+                vision=vision,
+                draft_stages=draft_stages,
+                draft_kind=DraftKind(draft_kind),
+                num_shards=shards,
+                seed=seed,
+            )
             if weights in RECIPES:
                 write_quantised(plain, out, RECIPES[weights])
     except OSError as error:

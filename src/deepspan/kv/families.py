@@ -24,7 +24,7 @@ class Family:
     reach: tokens before the next one that a window or state keeps at most.
     ratio: of rows and state, 1 for a window. layers: that have it. block_rows: rows of one block in one layer; a state
     has fewer than tokens where only the last ones matter: token p lies in row `p % block_tokens % block_rows`.
-    row_bytes: bytes of one row in one layer.
+    row_bytes: bytes of one row in one layer. looks_ahead: whether a row also depends on the token behind it.
     """
 
     name: str
@@ -35,6 +35,7 @@ class Family:
     block_tokens: int
     block_rows: int
     row_bytes: int
+    looks_ahead: bool = False
 
     @property
     def block_bytes(self) -> int:
@@ -68,12 +69,14 @@ def cache_families(
     num_stages: int = 0,
     *,
     is_packed: bool = False,
+    is_mtp: bool = False,
 ) -> tuple[Family, ...]:
     """Families of a model, window first. dtype_bytes: of rows; compressor states are fp32.
 
     num_drafts: positions that a step may compute and take back; a state keeps that many more rows. num_stages: of a
     drafter, whose rows are a window of their own: its queries see one position more, since they stand behind it.
-    is_packed: rows other than the indexer's are kept with kv_dtype fp8.
+    is_packed: rows other than the indexer's are kept with kv_dtype fp8. is_mtp: the stage is plain MTP, whose rows see
+    what the network's do, and are made of the token behind them too.
     """
     layers = range(config.num_hidden_layers)
     window = Family(
@@ -115,5 +118,7 @@ def cache_families(
         )
         families.append(state)
     if num_stages:
-        families.append(replace(window, name=DRAFT, reach=config.sliding_window, layers=tuple(range(num_stages))))
+        reach = config.sliding_window - (1 if is_mtp else 0)
+        stages = tuple(range(num_stages))
+        families.append(replace(window, name=DRAFT, reach=reach, layers=stages, looks_ahead=is_mtp))
     return tuple(families)

@@ -7,7 +7,7 @@ size. Digests have full width, and a hit is confirmed token by token all the sam
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -19,12 +19,13 @@ class BlockKey:
     """Name of a whole block. Equal keys have equal tokens and images: comparing is what confirms a hit.
 
     digest: 32 bytes over the chain up to the block's end. token_ids: int64 bytes of the block. images: (digest, offset
-    from the block's start) of each that overlaps it.
+    from the block's start) of each that overlaps it. next_id: the token behind the block, where its rows depend on it.
     """
 
     digest: bytes
     token_ids: bytes
     images: tuple[tuple[str, int], ...]
+    next_id: int | None = None
 
     def __hash__(self) -> int:
         return hash(self.digest)
@@ -52,6 +53,14 @@ class KeyChain:
         while len(self._keys) <= block:
             self._keys.append(self._next())
         return self._keys[block]
+
+    def key_with_next(self, block: int) -> BlockKey:
+        """Key of a block whose rows depend on the token behind it as well, which must be known.
+
+        Its id says enough: an image that begins there begins with the same sentinels as every other, and one that began
+        before is in the key.
+        """
+        return replace(self.key(block), next_id=self._token_ids[(block + 1) * self._block_tokens])
 
     def _next(self) -> BlockKey:
         start = len(self._keys) * self._block_tokens

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from deepspan.core.media import ImageSpan
 from deepspan.core.step import NewBlocks
 from deepspan.kv.families import Family
-from deepspan.kv.keys import KeyChain
+from deepspan.kv.keys import BlockKey, KeyChain
 from deepspan.kv.pool import NULL_BLOCK, BlockPool
 
 
@@ -68,7 +68,7 @@ class CacheManager:
             if any(span.offset < boundary <= span.last for span in sequence.spans):
                 continue
             if all(
-                self.pools[family.name].find(keys[block]) is not None
+                self.pools[family.name].find(_key(family, sequence.chain, block)) is not None
                 for family in self.families
                 for block in range(family.first_block(boundary), num_blocks)
             ):
@@ -185,7 +185,7 @@ class CacheManager:
         blocks = [NULL_BLOCK] * first
         for index in range(first, num_blocks):
             assert sequence.chain is not None, "a hit without a chain"
-            block = self.pools[family.name].find(sequence.chain.key(index))
+            block = self.pools[family.name].find(_key(family, sequence.chain, index))
             assert block is not None, "a hit must still be there"
             blocks.append(block)
         return blocks
@@ -204,12 +204,16 @@ class CacheManager:
             return
         num_whole = sequence.num_committed // self.block_tokens
         for index in range(sequence.num_published, num_whole):
-            key = sequence.chain.key(index)
             for family in self.families:
                 block = sequence.tables[family.name][index]
                 if family.is_published and block != NULL_BLOCK:
-                    self.pools[family.name].publish(block, key)
+                    self.pools[family.name].publish(block, _key(family, sequence.chain, index))
         sequence.num_published = num_whole
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_tokens)
+
+
+def _key(family: Family, chain: KeyChain, block: int) -> BlockKey:
+    """Name of a family's block. The token behind it is known: a hit leaves one to compute, and one follows a commit."""
+    return chain.key_with_next(block) if family.looks_ahead else chain.key(block)

@@ -43,6 +43,20 @@ class Anchor:
     count: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Followed:
+    """What a step has computed of a request for good: positions [start, end). place: its row of the block tables.
+
+    features: encoder rows of the IMAGE tokens among them.
+    """
+
+    row: RunningRow
+    place: int
+    start: int
+    end: int
+    features: Tensor | None
+
+
 class Drafting:
     """One drafter with its caches."""
 
@@ -81,6 +95,9 @@ class Drafting:
         for cache, new in zip(self._caches.draft_layers, rows, strict=True):
             store_rows(new, cache.window, where, self._config.qk_rope_head_dim)
 
+    def follow(self, followed: Sequence[Followed]) -> None:
+        """Nothing: context needs no token behind it, and was kept at once."""
+
     def propose(self, anchors: Sequence[Anchor]) -> list[Drafts]:
         """Guesses of each anchor, as many as wanted or fewer: they end at a token that ends the text.
 
@@ -95,7 +112,7 @@ class Drafting:
         tokens: list[list[int]] = [[] for _ in anchors]
         log_q: list[list[Tensor | None]] = [[] for _ in anchors]
         for slot in range(max(anchor.count for anchor in anchors)):
-            active = [i for i, one in enumerate(anchors) if sound[i] and self._goes_on(one, tokens[i], slot)]
+            active = [i for i, one in enumerate(anchors) if sound[i] and goes_on(one, tokens[i], slot)]
             if not active:
                 break
             before = torch.tensor([tokens[i][-1] if slot else anchors[i].row.generated[-1] for i in active])
@@ -104,21 +121,10 @@ class Drafting:
             logits = logits.masked_fill(anchors[0].row.forbidden, -torch.inf)
             likeliest = logits.argmax(1).tolist()
             for number, i in enumerate(active):
-                token, q = self._pick(anchors[i].row, logits[number], likeliest[number], slot)
+                token, q = pick(anchors[i].row, logits[number], likeliest[number], slot, sampled=self._sampled)
                 tokens[i].append(token)
                 log_q[i].append(q)
         return [Drafts(tokens=tuple(t), log_q=tuple(q)) for t, q in zip(tokens, log_q, strict=True)]
-
-    def _goes_on(self, anchor: Anchor, tokens: Sequence[int], slot: int) -> bool:
-        return slot < anchor.count and (slot == 0 or not anchor.row.ends_at(tokens[-1]))
-
-    def _pick(self, row: RunningRow, logits_V: Tensor, likeliest: int, slot: int) -> tuple[int, Tensor | None]:
-        """A guess and, if it was drawn, what from. Drawn at the request's temperature without its cuts."""
-        if not self._sampled or row.request.params.temperature == 0:
-            return likeliest, None
-        step = len(row.generated)
-        log_q = (logits_V.double().cpu() / row.request.params.temperature).log_softmax(0)
-        return draw(log_q, uniform(row.stream, step + slot, Purpose.DRAFT, step)), log_q
 
     def _batch(self, anchors: Sequence[Anchor]) -> ForwardBatch:
         """A block of slots per anchor; all slots of a block see the same rows, those behind them included."""
@@ -163,7 +169,25 @@ class Drafting:
         return self._buffers[name].fill(np.asarray(values))
 
     def _slots(self, place: int, start: int, end: int) -> np.ndarray:
-        """Where the rows of positions [start, end) lie in the caches of the stages."""
-        positions = np.arange(start, end)
-        table, size = self._caches.tables_host(DRAFT), self._block_tokens
-        return table[place, positions // size] * size + positions % size
+        return draft_slots(self._caches, self._block_tokens, place, start, end)
+
+
+def draft_slots(caches: Caches, block_tokens: int, place: int, start: int, end: int) -> np.ndarray:
+    """Where the rows of positions [start, end) lie in the caches of the stages."""
+    positions = np.arange(start, end)
+    table = caches.tables_host(DRAFT)
+    return table[place, positions // block_tokens] * block_tokens + positions % block_tokens
+
+
+def goes_on(anchor: Anchor, tokens: Sequence[int], slot: int) -> bool:
+    """Whether a slot is guessed at all. tokens: guessed before it."""
+    return slot < anchor.count and (slot == 0 or not anchor.row.ends_at(tokens[-1]))
+
+
+def pick(row: RunningRow, logits_V: Tensor, likeliest: int, slot: int, *, sampled: bool) -> tuple[int, Tensor | None]:
+    """A guess and, if it was drawn, what from. Drawn at the request's temperature without its cuts."""
+    if not sampled or row.request.params.temperature == 0:
+        return likeliest, None
+    step = len(row.generated)
+    log_q = (logits_V.double().cpu() / row.request.params.temperature).log_softmax(0)
+    return draw(log_q, uniform(row.stream, step + slot, Purpose.DRAFT, step)), log_q

@@ -19,10 +19,12 @@ from deepspan.core.output import PromptLogprobs
 from deepspan.core.step import Chunk, EncoderJob, StepPlan, StepResult
 from deepspan.errors import InputError
 from deepspan.kv.families import Family
+from deepspan.model.mtp import Mtp
 from deepspan.runtime.caches import Caches
 from deepspan.runtime.choosing import Chosen, Drafts, RunningRow
-from deepspan.runtime.drafting import Anchor, Drafting
+from deepspan.runtime.drafting import Anchor, Drafting, Followed
 from deepspan.runtime.guidance import Guide
+from deepspan.runtime.mtp_drafting import MtpDrafting
 from deepspan.runtime.sampler import token_logprobs
 from deepspan.runtime.step_builder import ChunkInput, StepBuilder
 from deepspan.runtime.visibility import check_chunk
@@ -50,8 +52,10 @@ class Runner:
         self._builder = StepBuilder(model.config, engine, families, caches, device)
         self._forbidden, self._eos = forbidden_V.to(device), eos
         self._in_blocks = engine.draft_rule == "block"
-        self._drafting = None
-        if model.drafter is not None:
+        self._drafting: Drafting | MtpDrafting | None = None
+        if isinstance(model.drafter, Mtp):
+            self._drafting = MtpDrafting(model.drafter, model.network, model.config, engine, caches, device)
+        elif model.drafter is not None:
             self._drafting = Drafting(model.drafter, model.network, model.config, engine, caches, device)
         self._rows: dict[int, RunningRow] = {}
         self._features: dict[str, Tensor] = {}
@@ -81,6 +85,8 @@ class Runner:
                     drafts = row.drafts.first(chunk.num_drafts)
                     rows = logits[len(logits) - 1 - chunk.num_drafts :]
                     chosen[chunk.request_id] = row.choose(rows, drafts, in_blocks=self._in_blocks)
+        self._follow(inputs, failed)
+        chosen = {request_id: found for request_id, found in chosen.items() if request_id not in failed}
         drafts = self._propose([chunk for chunk, _ in inputs if chunk.request_id not in failed])
         return StepResult(
             tokens={request_id: found.tokens for request_id, found in chosen.items()},
@@ -181,6 +187,30 @@ class Runner:
         following = request.token_ids[chunk.start + 1 : last + 1].tolist()
         found = (token_logprobs(row, token, count) for row, token in zip(logits, following, strict=False))
         return PromptLogprobs(first=chunk.start + 1, tokens=tuple(found))
+
+    def _follow(self, inputs: Sequence[tuple[Chunk, ChunkInput]], failed: dict[int, str]) -> None:
+        """Let draft stages take in what is computed for good. If all together fail, each is tried alone.
+
+        One that fails ends: its blocks would be shared, and hold nothing.
+        """
+        if self._drafting is None:
+            return
+        followed: dict[int, Followed] = {}
+        for chunk, given in inputs:
+            if chunk.request_id in failed:
+                continue
+            row = self._rows[chunk.row]
+            known = len(row.request.token_ids) + len(row.generated)
+            end = known - 1 if chunk.samples else chunk.end
+            one = Followed(row=row, place=chunk.row, start=chunk.start, end=end, features=given.features)
+            followed[chunk.request_id] = one
+        try:
+            self._drafting.follow(list(followed.values()))
+        except Exception:
+            log.exception("draft stages failed for %d requests; each is tried alone", len(followed))
+            for request_id, one in followed.items():
+                with _alone(request_id, failed):
+                    self._drafting.follow([one])
 
     def _propose(self, chunks: Sequence[Chunk]) -> dict[int, tuple[int, ...]]:
         """Guesses for what comes next, by request id; none where the drafter fails, which costs time alone."""

@@ -17,6 +17,7 @@ import torch
 from deepspan.config.model import ModelConfig, load_model_config
 from deepspan.errors import WeightsError
 from deepspan.model.drafter import DSpark
+from deepspan.model.mtp import Mtp
 from deepspan.model.network import DeepseekV4
 from deepspan.ops.formats import Format
 from deepspan.ops.registry import OpTable, reference_ops
@@ -48,7 +49,7 @@ class LoadedModel:
     config: ModelConfig
     network: DeepseekV4
     left_out: dict[str, str]
-    drafter: DSpark | None = None
+    drafter: DSpark | Mtp | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,11 +131,15 @@ def fit_headers(stored: StoredTensors, config: ModelConfig, drafts: DraftKind | 
 
 def build(
     stored: StoredTensors, config: ModelConfig, fit: Fit, *, dtype: torch.dtype, ops: OpTable, drafts: DraftKind | None
-) -> tuple[DeepseekV4, DSpark | None]:
+) -> tuple[DeepseekV4, DSpark | Mtp | None]:
     """The network and its drafter on the meta device, quantised layers packed: shapes and dtypes of what is loaded."""
     with torch.device("meta"):
         network = DeepseekV4(config, ops, dtype)
-        drafter = DSpark(config, ops, num_stages(fit.places), dtype) if drafts is DraftKind.DSPARK else None
+        drafter: DSpark | Mtp | None = None
+        if drafts is DraftKind.DSPARK:
+            drafter = DSpark(config, ops, num_stages(fit.places), dtype)
+        elif drafts is DraftKind.MTP:
+            drafter = Mtp(config, ops, dtype)
     install_packed([network, *([drafter] if drafter is not None else [])], ops, stored, fit.places, fit.forms)
     return network, drafter
 

@@ -105,6 +105,8 @@ def expected(config: ModelConfig, names: Collection[str], drafts: DraftKind | No
         if kind is DraftKind.DSPARK and config.draft is None:
             raise WeightsError("the checkpoint has DSpark draft stages (mtp.*), config.json has no dspark_block_size")
         draft = draft_tensors(config, stages, kind)
+        if drafts is DraftKind.MTP and kind is drafts and stages != 1:
+            raise WeightsError(f"plain MTP is served with one stage, the checkpoint has {stages}; turn drafting off")
         if drafts is None:
             left_out |= dict.fromkeys(draft, "drafting is off")
         elif drafts is not kind:

@@ -106,14 +106,15 @@ def write_tiny(
     vision: bool = True,
     seed: int = 0,
     draft_stages: int = 0,
+    draft_kind: DraftKind = DraftKind.DSPARK,
     num_shards: int = 1,
     transformers_names: bool = False,
     overrides: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write a checkpoint folder (made if needed) and return it.
 
-    draft_stages: DSpark stages under `mtp.` (config.json then gets the dspark fields). num_shards: above one adds an
-    index. transformers_names: stacked experts and the other names of `weights.names` instead of the original ones.
+    draft_stages: stages under `mtp.`, of a kind (with DSpark, config.json gets the dspark fields). num_shards: above
+    one adds an index. transformers_names: stacked experts and other names of `weights.names`, not the original ones.
     overrides: fields of config.json. Raises ConfigError if they cannot belong together.
     """
     folder = Path(folder)
@@ -124,6 +125,9 @@ def write_tiny(
         raw |= {
             "compress_ratios": [*ratios, *[0] * draft_stages],
             "num_nextn_predict_layers": draft_stages,
+        }
+    if draft_stages and draft_kind is DraftKind.DSPARK:
+        raw |= {
             "dspark_block_size": 5,
             "dspark_noise_token_id": raw["vocab_size"] - 1,
             "dspark_target_layer_ids": list(range(len(ratios)))[-3:],
@@ -131,7 +135,7 @@ def write_tiny(
         }
     raw |= dict(overrides or {})
     config = parse_model_config(raw)
-    table = backbone_tensors(config) | draft_tensors(config, draft_stages, DraftKind.DSPARK)
+    table = backbone_tensors(config) | draft_tensors(config, draft_stages, draft_kind)
     tensors = random_tensors(table, seed)
     if transformers_names:
         tensors = _stack(tensors)
