@@ -27,7 +27,7 @@ from deepspan.kv.families import Family, cache_families
 from deepspan.ops.registry import reference_ops
 from deepspan.runtime.caches import Caches
 from deepspan.runtime.device import cache_share
-from deepspan.runtime.drafting import Drafting
+from deepspan.runtime.mtp_drafting import drafting_for
 from deepspan.runtime.step_builder import StepBuilder
 from deepspan.weights.folder import StoredTensors
 from deepspan.weights.inventory import DRAFT_EXPERTS, EXPERTS, PARTS, part_of
@@ -112,7 +112,7 @@ def footprint(
     caches = Caches(config, engine, families, capacity.num_blocks, row_dtype, _META)
     buffers = StepBuilder(config, engine, families, caches, _META).num_bytes
     if drafter is not None:
-        buffers += Drafting(drafter, network, config, engine, caches, _META).num_bytes
+        buffers += drafting_for(drafter, network, config, engine, caches, _META).num_bytes
     return Footprint(
         engine=engine,
         weights=weights,
