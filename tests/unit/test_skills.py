@@ -240,15 +240,15 @@ def test_sentence_says_what_the_short_answer_says():
         assert one.turns
         (scene,) = one.images
         for turn in one.turns:
-            question, suffix = turn.question.split("?")
-            assert suffix == " Answer in a sentence."
+            start, question = turn.question.split(": ")
+            assert start == "In a sentence"
             # Names in the answer of a question about a neighbour are checked with that skill.
             if found := re.match(r"(An? .*?) is (?:to|above|below)", turn.answer):
                 short = found[1][0].lower() + found[1][1:]
-                assert _answer_position(scene, f"{question}?", short) == short
+                assert _answer_position(scene, question, short) == short
             else:
-                short = _answer_again(scene, replace(turn, question=f"{question}?"))
-            assert _as_sentence(f"{question}?", short) == turn.answer
+                short = _answer_again(scene, replace(turn, question=question))
+            assert _as_sentence(question, short) == turn.answer
 
 
 def test_which_answers_follow_from_the_scenes():

@@ -134,8 +134,7 @@ def sentence(rng: np.random.Generator) -> Sample:
     """Questions of the other skills, to be answered in whole sentences."""
     item = pick(rng, (colour, shape_of, position, counting))(rng)
     turns = tuple(
-        Turn(question=f"{turn.question} Answer in a sentence.", answer=turn.sentence, skill="sentence")
-        for turn in item.turns
+        Turn(question=f"In a sentence: {turn.question}", answer=turn.sentence, skill="sentence") for turn in item.turns
     )
     return Sample(images=item.images, turns=turns)
 
