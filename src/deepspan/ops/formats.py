@@ -87,14 +87,13 @@ def encode_fp8(x: Tensor) -> Tensor:
 
 def encode_e2m1(x: Tensor) -> Tensor:
     """Nearest e2m1 (ties to the even code), limited to +-6: codes 0 to 15, uint8. The sign of zero is kept."""
-    magnitudes = torch.tensor(E2M1_MAGNITUDES, device=x.device)
-    middles = (magnitudes[1:] + magnitudes[:-1]) / 2
     size = x.float().abs()
-    # Middles below a number count its code; on a tie that is the lower one, and with the middle itself the upper one.
-    lower = torch.bucketize(size, middles, right=False)
-    upper = torch.bucketize(size, middles, right=True)
-    code = torch.where(lower % 2 == 0, lower, upper)
-    return (code + 8 * torch.signbit(x)).to(torch.uint8)
+    code = torch.zeros_like(size, dtype=torch.uint8)
+    # Middles below a number count its code; a tie with the middle above an even code is not below it.
+    for lower in range(len(E2M1_MAGNITUDES) - 1):
+        middle = (E2M1_MAGNITUDES[lower] + E2M1_MAGNITUDES[lower + 1]) / 2
+        code += size > middle if lower % 2 == 0 else size >= middle
+    return code | (torch.signbit(x).to(torch.uint8) << 3)
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:
