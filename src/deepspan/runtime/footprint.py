@@ -24,10 +24,11 @@ from deepspan.kv.capacity import (
     reserved_tokens,
 )
 from deepspan.kv.families import Family, cache_families
+from deepspan.model.mtp import Mtp
 from deepspan.ops.registry import reference_ops
 from deepspan.runtime.caches import Caches
 from deepspan.runtime.device import cache_share
-from deepspan.runtime.drafting import Drafting
+from deepspan.runtime.mtp_drafting import drafting_of
 from deepspan.runtime.step_builder import StepBuilder
 from deepspan.weights.folder import StoredTensors
 from deepspan.weights.inventory import DRAFT_EXPERTS, EXPERTS, PARTS, part_of
@@ -103,6 +104,7 @@ def footprint(
         engine.num_drafts,
         drafter.num_stages if drafter is not None else 0,
         is_packed=engine.kv_dtype == "fp8",
+        is_mtp=isinstance(drafter, Mtp),
     )
     step = _step_bytes(config, engine, dtype)
     if device_bytes is not None:
@@ -112,7 +114,7 @@ def footprint(
     caches = Caches(config, engine, families, capacity.num_blocks, row_dtype, _META)
     buffers = StepBuilder(config, engine, families, caches, _META).num_bytes
     if drafter is not None:
-        buffers += Drafting(drafter, network, config, engine, caches, _META).num_bytes
+        buffers += drafting_of(drafter, network, config, engine, caches, _META).num_bytes
     return Footprint(
         engine=engine,
         weights=weights,

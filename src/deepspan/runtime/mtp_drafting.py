@@ -19,13 +19,14 @@ from deepspan.config.model import ModelConfig
 from deepspan.core.media import TokenKind
 from deepspan.kv.families import DRAFT
 from deepspan.model.batch import AttentionMetadata, BatchCaches, ForwardBatch, Part
+from deepspan.model.drafter import DSpark
 from deepspan.model.mtp import Mtp
 from deepspan.model.network import DeepseekV4
 from deepspan.runtime.batch_builder import QUERY_BLOCK, query_blocks
 from deepspan.runtime.buffers import Buffer
 from deepspan.runtime.caches import Caches
 from deepspan.runtime.choosing import Drafts
-from deepspan.runtime.drafting import Anchor, Followed, draft_slots, goes_on, pick
+from deepspan.runtime.drafting import Anchor, Drafting, Followed, draft_slots, goes_on, pick
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,3 +190,17 @@ def _rows_of(one: Followed) -> _Rows:
     kinds = np.concatenate((request.kinds[first:last], np.full(len(generated), TokenKind.TEXT, dtype=np.int8)))
     assert len(token_ids) == one.end - one.start, "the token behind a row is known when the row is followed"
     return _Rows(place=one.place, start=one.start, token_ids=token_ids, kinds=kinds, features=one.features)
+
+
+def drafting_of(
+    drafter: DSpark | Mtp,
+    network: DeepseekV4,
+    config: ModelConfig,
+    engine: EngineConfig,
+    caches: Caches,
+    device: torch.device,
+) -> Drafting | MtpDrafting:
+    """What runs a drafter of either kind."""
+    if isinstance(drafter, Mtp):
+        return MtpDrafting(drafter, network, config, engine, caches, device)
+    return Drafting(drafter, network, config, engine, caches, device)

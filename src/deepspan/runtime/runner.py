@@ -19,12 +19,11 @@ from deepspan.core.output import PromptLogprobs
 from deepspan.core.step import Chunk, EncoderJob, StepPlan, StepResult
 from deepspan.errors import InputError
 from deepspan.kv.families import Family
-from deepspan.model.mtp import Mtp
 from deepspan.runtime.caches import Caches
 from deepspan.runtime.choosing import Chosen, Drafts, RunningRow
 from deepspan.runtime.drafting import Anchor, Drafting, Followed
 from deepspan.runtime.guidance import Guide
-from deepspan.runtime.mtp_drafting import MtpDrafting
+from deepspan.runtime.mtp_drafting import MtpDrafting, drafting_of
 from deepspan.runtime.sampler import token_logprobs
 from deepspan.runtime.step_builder import ChunkInput, StepBuilder
 from deepspan.runtime.visibility import check_chunk
@@ -53,10 +52,8 @@ class Runner:
         self._forbidden, self._eos = forbidden_V.to(device), eos
         self._in_blocks = engine.draft_rule == "block"
         self._drafting: Drafting | MtpDrafting | None = None
-        if isinstance(model.drafter, Mtp):
-            self._drafting = MtpDrafting(model.drafter, model.network, model.config, engine, caches, device)
-        elif model.drafter is not None:
-            self._drafting = Drafting(model.drafter, model.network, model.config, engine, caches, device)
+        if model.drafter is not None:
+            self._drafting = drafting_of(model.drafter, model.network, model.config, engine, caches, device)
         self._rows: dict[int, RunningRow] = {}
         self._features: dict[str, Tensor] = {}
 
@@ -233,7 +230,7 @@ class Runner:
             if anchor.row.drafts.tokens
         }
 
-    def _guess(self, drafting: Drafting, anchors: Sequence[Anchor]) -> list[Drafts]:
+    def _guess(self, drafting: Drafting | MtpDrafting, anchors: Sequence[Anchor]) -> list[Drafts]:
         """Guesses of each anchor. If all together fail, each is tried alone: what one lacks must not tell on others."""
         try:
             return drafting.propose(anchors)
