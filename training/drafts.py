@@ -40,7 +40,7 @@ from training.train import network_batch
 
 DEPTHS = (5, 5, 5, 5, 3, 4, 6, 7, 8, 2, 1)  # widths of blocks, drawn from
 SLOT_DECAY = 4.0
-SKILLS = {**WEIGHTS, "listing": 1, "repeat": 2, "strings": 1}
+SKILLS = {**WEIGHTS, "listing": 1, "sentence": 10, "series": 4}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,8 +60,9 @@ class Schedule:
 
     def rate(self, step: int, total: int) -> float:
         """Factor on the peak rates in a run of `total` steps."""
-        left = (total - step) / (self.decay_share * total)
-        return min(1.0, (step + 1) / 100, max(left, 0.0))
+        fall = self.decay_share * total
+        left = max((total - step) / fall, 0.0) if fall else 1.0
+        return min(1.0, (step + 1) / 100, left)
 
 
 class Trainer:

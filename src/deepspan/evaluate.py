@@ -16,11 +16,12 @@ from deepspan.skills.suite import EVAL_SEED, PICTURE_SKILLS, sample
 
 EVALUATED = (
     *("reading", "colour", "shape", "position", "counting", "which"),
+    *("sentence", "series"),
     *("repeat", "lookup", "adding", "recall", "recall_600", "recall_2k", "recall_4k", "recall_8k"),
 )
 LONG = {"recall_2k": 4, "recall_4k": 16, "recall_8k": 40}  # how many times fewer of these are asked
 BATCH_TOKENS = 4096
-MAX_ANSWER_TOKENS = 24
+MAX_ANSWER_TOKENS = 60
 
 Progress = Callable[[int, int], None]  # questions done, questions in all
 

@@ -216,3 +216,8 @@ def test_average_of_weights_follows_them_and_is_what_is_exported(trainer, tmp_pa
     export(tmp_path, tmp_path / "out")
     loaded = load_file(tmp_path / "out" / "model.safetensors")
     assert torch.equal(loaded[name].float(), wanted.to(loaded[name].dtype).float())
+
+
+def test_rate_without_a_fall_stays_at_its_peak():
+    assert [Schedule(decay_share=0).rate(step, 400) for step in (99, 399, 400)] == [1.0, 1.0, 1.0]
+    assert [Schedule(decay_share=0.5).rate(step, 400) for step in (200, 300, 400)] == [1.0, 0.5, 0.0]

@@ -3,6 +3,7 @@
 import hashlib
 import re
 from collections import Counter
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -45,7 +46,8 @@ def test_sample_same_seed_and_index_gives_the_same(skill):
 
 
 def test_sample_text_questions_are_stable():
-    turns = [turn for skill in TEXT_SKILLS for turn in sample(TRAIN_SEED, 0, skill).turns]
+    skills = [skill for skill in TEXT_SKILLS if skill != "series"]
+    turns = [turn for skill in skills for turn in sample(TRAIN_SEED, 0, skill).turns]
     assert _digest("\n".join(turn.question + turn.answer for turn in turns).encode()) == "766f0605403aef9f"
 
 
@@ -203,7 +205,7 @@ def _answer_again(scene, turn):
     )
 
 
-@pytest.mark.parametrize("skill", sorted(set(PICTURE_SKILLS) - {"which"}))
+@pytest.mark.parametrize("skill", sorted(set(PICTURE_SKILLS) - {"which", "sentence"}))
 def test_turns_answers_follow_from_the_scene(skill):
     for one in _samples(skill, 200):
         assert one.turns
@@ -211,6 +213,42 @@ def test_turns_answers_follow_from_the_scene(skill):
         (scene,) = one.images
         for turn in one.turns:
             assert _answer_again(scene, turn) == turn.answer, turn
+
+
+SENTENCES = (  # question, the sentence that its short answer makes; numbers are groups of the question
+    (r"(?:What colour is|Which colour does) (the .*?)(?: have)?\?", r"\1 is {}."),
+    (r"(?:What|Which) shape is (\w+)\?", r"the \1 shape is a {}."),
+    (r"What is in the picture\?|What does the picture show\?", r"the picture shows {}."),
+    (r"How many (.*) (?:are there|do you see)\?", r"there are {} \1 in the picture."),
+    (r"(?:Where|In which part of the picture) is (.*)\?", r"\1 is in the {} part of the picture."),
+    (r"Is (.*) left or right of (.*)\?", r"\1 is to the {} of \2."),
+    (r"Is (.*) above or below (.*)\?", r"\1 is {} \2."),
+    (r"What is (to the left of|to the right of|above|below) (.*)\?", r"{} is \1 \2."),
+)
+
+
+def _as_sentence(question, answer):
+    (made,) = [found.expand(form) for pattern, form in SENTENCES if (found := re.fullmatch(pattern, question))]
+    made = made.format(answer)
+    if made.startswith("there are one "):  # of the things named, one
+        made = re.sub("are one (.*?)s? in", lambda found: f"is one {found[1].replace('crosse', 'cross')} in", made)
+    return made[0].upper() + made[1:]
+
+
+def test_sentence_says_what_the_short_answer_says():
+    for one in _samples("sentence", 300):
+        assert one.turns
+        (scene,) = one.images
+        for turn in one.turns:
+            start, question = turn.question.split(": ")
+            assert start == "In a sentence"
+            # Names in the answer of a question about a neighbour are checked with that skill.
+            if found := re.match(r"(An? .*?) is (?:to|above|below)", turn.answer):
+                short = found[1][0].lower() + found[1][1:]
+                assert _answer_position(scene, question, short) == short
+            else:
+                short = _answer_again(scene, replace(turn, question=question))
+            assert _as_sentence(question, short) == turn.answer
 
 
 def test_which_answers_follow_from_the_scenes():
@@ -270,6 +308,18 @@ def test_lookup_answer_is_the_entry_of_the_key():
         for turn in one.turns:
             key = re.search(r"(?:list give for|Look up) (\w+)[?.]$", turn.question)[1]
             assert pairs[key] == turn.answer
+
+
+def test_series_names_everything_between_its_ends_once():
+    seen = set()
+    for turn in (turn for one in _samples("series", 100) for turn in one.turns):
+        noun, first, last = re.search(r"(numbers|letters) from (\w+) to (\w+)\.$", turn.question).groups()
+        place = int if noun == "numbers" else ord
+        said = [place(thing) for thing in turn.answer.split(", ")]
+        step = 1 if place(last) > place(first) else -1
+        assert said == list(range(place(first), place(last) + step, step))
+        seen.add((noun, step))
+    assert len(seen) == 4
 
 
 def test_adding_answer_is_the_sum():

@@ -28,7 +28,7 @@ from deepspan.model.mtp import Mtp
 from deepspan.ops.registry import reference_ops
 from deepspan.runtime.caches import Caches
 from deepspan.runtime.device import cache_share
-from deepspan.runtime.mtp_drafting import drafting_of
+from deepspan.runtime.mtp_drafting import drafting_for
 from deepspan.runtime.step_builder import StepBuilder
 from deepspan.weights.folder import StoredTensors
 from deepspan.weights.inventory import DRAFT_EXPERTS, EXPERTS, PARTS, part_of
@@ -114,7 +114,7 @@ def footprint(
     caches = Caches(config, engine, families, capacity.num_blocks, row_dtype, _META)
     buffers = StepBuilder(config, engine, families, caches, _META).num_bytes
     if drafter is not None:
-        buffers += drafting_of(drafter, network, config, engine, caches, _META).num_bytes
+        buffers += drafting_for(drafter, network, config, engine, caches, _META).num_bytes
     return Footprint(
         engine=engine,
         weights=weights,

@@ -29,6 +29,20 @@ from deepspan.runtime.choosing import Drafts
 from deepspan.runtime.drafting import Anchor, Drafting, Followed, draft_slots, goes_on, pick
 
 
+def drafting_for(
+    drafter: DSpark | Mtp,
+    network: DeepseekV4,
+    config: ModelConfig,
+    engine: EngineConfig,
+    caches: Caches,
+    device: torch.device,
+) -> "AnyDrafting":
+    """What runs this kind of draft stages."""
+    if isinstance(drafter, Mtp):
+        return MtpDrafting(drafter, network, config, engine, caches, device)
+    return Drafting(drafter, network, config, engine, caches, device)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rows:
     """Rows of one request: positions from `start` on, the tokens behind them and their kinds.
@@ -192,15 +206,4 @@ def _rows_of(one: Followed) -> _Rows:
     return _Rows(place=one.place, start=one.start, token_ids=token_ids, kinds=kinds, features=one.features)
 
 
-def drafting_of(
-    drafter: DSpark | Mtp,
-    network: DeepseekV4,
-    config: ModelConfig,
-    engine: EngineConfig,
-    caches: Caches,
-    device: torch.device,
-) -> Drafting | MtpDrafting:
-    """What runs a drafter of either kind."""
-    if isinstance(drafter, Mtp):
-        return MtpDrafting(drafter, network, config, engine, caches, device)
-    return Drafting(drafter, network, config, engine, caches, device)
+AnyDrafting = Drafting | MtpDrafting

@@ -21,9 +21,9 @@ from deepspan.errors import InputError
 from deepspan.kv.families import Family
 from deepspan.runtime.caches import Caches
 from deepspan.runtime.choosing import Chosen, Drafts, RunningRow
-from deepspan.runtime.drafting import Anchor, Drafting, Followed
+from deepspan.runtime.drafting import Anchor, Followed
 from deepspan.runtime.guidance import Guide
-from deepspan.runtime.mtp_drafting import MtpDrafting, drafting_of
+from deepspan.runtime.mtp_drafting import AnyDrafting, drafting_for
 from deepspan.runtime.sampler import token_logprobs
 from deepspan.runtime.step_builder import ChunkInput, StepBuilder
 from deepspan.runtime.visibility import check_chunk
@@ -51,9 +51,9 @@ class Runner:
         self._builder = StepBuilder(model.config, engine, families, caches, device)
         self._forbidden, self._eos = forbidden_V.to(device), eos
         self._in_blocks = engine.draft_rule == "block"
-        self._drafting: Drafting | MtpDrafting | None = None
+        self._drafting: AnyDrafting | None = None
         if model.drafter is not None:
-            self._drafting = drafting_of(model.drafter, model.network, model.config, engine, caches, device)
+            self._drafting = drafting_for(model.drafter, model.network, model.config, engine, caches, device)
         self._rows: dict[int, RunningRow] = {}
         self._features: dict[str, Tensor] = {}
 
@@ -230,7 +230,7 @@ class Runner:
             if anchor.row.drafts.tokens
         }
 
-    def _guess(self, drafting: Drafting | MtpDrafting, anchors: Sequence[Anchor]) -> list[Drafts]:
+    def _guess(self, drafting: AnyDrafting, anchors: Sequence[Anchor]) -> list[Drafts]:
         """Guesses of each anchor. If all together fail, each is tried alone: what one lacks must not tell on others."""
         try:
             return drafting.propose(anchors)

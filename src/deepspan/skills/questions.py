@@ -77,7 +77,8 @@ def reading(rng: np.random.Generator, scene: Scene) -> list[Question]:
             question = f"What does the {thing.colour} text say?"
         else:
             continue
-        questions.append(_question(question, thing.text, "reading", index))
+        whose = "The text" if len(scene.texts) == 1 else f"The {thing.colour} text"
+        questions.append(_question(question, thing.text, "reading", index, sentence=f"{whose} says {thing.text}."))
     return questions
 
 
@@ -92,7 +93,8 @@ def colour(rng: np.random.Generator, scene: Scene) -> list[Question]:
             question = "What colour is the text?"
         else:
             continue
-        questions.append(_question(question, thing.colour, "colour", index, look_of=index))
+        sentence = f"The {thing.kind if isinstance(thing, Shape) else 'text'} is {thing.colour}."
+        questions.append(_question(question, thing.colour, "colour", index, look_of=index, sentence=sentence))
     return questions
 
 
@@ -106,25 +108,30 @@ def shape(rng: np.random.Generator, scene: Scene) -> list[Question]:
         if len(scene.objects) == 1 and chance(rng, 0.6):
             question = pick(rng, ("What is in the picture?", "What does the picture show?"))
             answer = with_article(look(thing))
+            sentence = f"The picture shows {answer}."
         elif colours[thing.colour] == 1:
             question, answer = pick(rng, ("What", "Which")) + f" shape is {thing.colour}?", thing.kind
+            sentence = f"The {thing.colour} shape is {with_article(answer)}."
         else:
             continue
-        questions.append(_question(question, answer, "shape", index, look_of=index))
+        questions.append(_question(question, answer, "shape", index, look_of=index, sentence=sentence))
     return questions
 
 
 def counting(rng: np.random.Generator, scene: Scene) -> list[Question]:
     """How many shapes of a kind, of a colour, or at all; one to six."""
     shapes = scene.shapes
-    nouns = Counter(plural(shape.kind) for shape in shapes)
-    nouns.update(f"{shape.colour} shapes" for shape in shapes)
-    nouns.update("shapes" for _ in shapes)
+    names = Counter(shape.kind for shape in shapes)
+    names.update(f"{shape.colour} shape" for shape in shapes)
+    names.update("shape" for _ in shapes)
     questions = []
-    for noun, count in nouns.items():
+    for name, count in names.items():
+        noun = plural(name)
         if count < len(NUMBERS):
             question = pick(rng, (f"How many {noun} are there?", f"How many {noun} do you see?"))
-            questions.append(_question(question, NUMBERS[count], "counting", noun))
+            some = f"are {NUMBERS[count]} {noun}" if count > 1 else f"is one {name}"
+            sentence = f"There {some} in the picture."
+            questions.append(_question(question, NUMBERS[count], "counting", noun, sentence=sentence))
     return questions
 
 
@@ -136,7 +143,8 @@ def parts(rng: np.random.Generator, scene: Scene) -> list[Question]:
         if name is None or part is None:
             continue
         question = pick(rng, (f"Where is {name}?", f"In which part of the picture is {name}?"))
-        questions.append(_question(question, part, "position", "where", index, tells=_told(thing, name, index)))
+        told, sentence = _told(thing, name, index), f"{capital(name)} is in the {part} part of the picture."
+        questions.append(_question(question, part, "position", "where", index, tells=told, sentence=sentence))
     return questions
 
 
@@ -155,7 +163,9 @@ def sides(rng: np.random.Generator, scene: Scene) -> list[Question]:
                 question = f"Is {names[0]} {low} or {high}{'' if axis else ' of'} {names[1]}?"
                 told = _told(first, names[0], index) | _told(second, names[1], other)
                 pair = min(index, other), max(index, other)
-                questions.append(_question(question, answer, "position", "side", *pair, axis, tells=told))
+                sentence = f"{capital(names[0])} is {_TOWARDS[answer]} {names[1]}."
+                topic = ("side", *pair, axis)
+                questions.append(_question(question, answer, "position", *topic, tells=told, sentence=sentence))
     return questions
 
 
@@ -171,7 +181,11 @@ def neighbours(rng: np.random.Generator, scene: Scene) -> list[Question]:
             answer = with_article(look(there))
             told = _told(thing, name, index)
             question = f"What is {_TOWARDS[side]} {name}?"
-            questions.append(_question(question, answer, "position", side, index, look_of=found, tells=told))
+            sentence = f"{capital(answer)} is {_TOWARDS[side]} {name}."
+            topic = (side, index)
+            questions.append(
+                _question(question, answer, "position", *topic, look_of=found, tells=told, sentence=sentence)
+            )
     return questions
 
 
@@ -182,9 +196,10 @@ def _question(
     *topic: str | int,
     look_of: int | None = None,
     tells: Iterable[int] = (),
+    sentence: str,
 ) -> Question:
     told = frozenset(tells) if look_of is None else frozenset(tells) | {look_of}
-    turn = Turn(question=question, answer=answer, skill=skill)
+    turn = Turn(question=question, answer=answer, skill=skill, sentence=sentence)
     return Question(turn=turn, topic=(skill, *topic), asks=look_of, tells=told)
 
 
@@ -197,6 +212,10 @@ def _name(rng: np.random.Generator, scene: Scene, thing: Shape | Text) -> str | 
     if sum(look(shape) == look(thing) for shape in scene.shapes) == 1:
         return f"the {look(thing)}"
     return None
+
+
+def capital(text: str) -> str:
+    return text[0].upper() + text[1:]
 
 
 def _told(thing: Shape | Text, name: str, index: int) -> frozenset[int]:

@@ -11,11 +11,15 @@ from deepspan.skills.pictures import Scene
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One question. skill: what it tests, the row of the accuracy table that it counts for."""
+    """One question. skill: what it tests, the row of the accuracy table that it counts for.
+
+    sentence: the answer as a whole sentence, "" where there is none.
+    """
 
     question: str
     answer: str
     skill: str
+    sentence: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

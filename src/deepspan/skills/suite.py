@@ -27,6 +27,7 @@ PICTURE_SKILLS: MappingProxyType[str, Skill] = MappingProxyType(
         "counting": tasks.counting,
         "which": tasks.which,
         "scene": tasks.scene,
+        "sentence": tasks.sentence,
     }
 )
 TEXT_SKILLS: MappingProxyType[str, Skill] = MappingProxyType(
@@ -34,6 +35,7 @@ TEXT_SKILLS: MappingProxyType[str, Skill] = MappingProxyType(
         "repeat": text_tasks.repeat,
         "lookup": text_tasks.lookup,
         "adding": text_tasks.adding,
+        "series": text_tasks.series,
         "recall": text_tasks.recall_near,
         **{
             name: partial(text_tasks.recall, distance=distance, skill=name)
@@ -43,7 +45,8 @@ TEXT_SKILLS: MappingProxyType[str, Skill] = MappingProxyType(
 )
 SKILLS: MappingProxyType[str, Skill] = MappingProxyType({**PICTURE_SKILLS, **TEXT_SKILLS})
 
-# How often each skill is drawn when none is named.
+# How often each skill is drawn when none is named. `sentence` and `series` came later and are only drawn by name, so
+# that samples, and the tokenizer learnt from them, stay what they were.
 WEIGHTS = MappingProxyType(
     {
         "reading": 5,

@@ -130,6 +130,15 @@ def scene(rng: np.random.Generator) -> Sample:
     return Sample(images=(picture,), turns=turns)
 
 
+def sentence(rng: np.random.Generator) -> Sample:
+    """Questions of the other skills, to be answered in whole sentences."""
+    item = pick(rng, (colour, shape_of, position, counting))(rng)
+    turns = tuple(
+        Turn(question=f"In a sentence: {turn.question}", answer=turn.sentence, skill="sentence") for turn in item.turns
+    )
+    return Sample(images=item.images, turns=turns)
+
+
 def compose(
     rng: np.random.Generator,
     paper: Background,
@@ -240,7 +249,9 @@ def _which_turn(rng: np.random.Generator, scenes: tuple[Scene, ...], index: int)
     question = pick(rng, (f"Which image shows {name}?", f"In which image is {name}?"))
     if name.startswith("the word"):
         question = question.replace("In which image is", "Which image shows")
-    return Turn(question=question, answer=questions.ORDINALS[index], skill="which")
+    answer = questions.ORDINALS[index]
+    sentence = f"{questions.capital(answer)} image shows {name}."
+    return Turn(question=question, answer=answer, skill="which", sentence=sentence)
 
 
 def names_of(scenes: tuple[Scene, ...], index: int) -> list[str]:
@@ -262,6 +273,9 @@ def _called(scene: Scene) -> set[str]:
 
 def _what_turn(thing: Shape | Text, ordinal: str) -> Turn:
     if isinstance(thing, Text):
-        return Turn(question=f"What is written in {ordinal} image?", answer=thing.text, skill="which")
-    answer = questions.with_article(questions.look(thing))
-    return Turn(question=f"What is in {ordinal} image?", answer=answer, skill="which")
+        question, answer, says = f"What is written in {ordinal} image?", thing.text, "says"
+    else:
+        question, says = f"What is in {ordinal} image?", "shows"
+        answer = questions.with_article(questions.look(thing))
+    sentence = f"{questions.capital(ordinal)} image {says} {answer}."
+    return Turn(question=question, answer=answer, skill="which", sentence=sentence)

@@ -1,7 +1,8 @@
-"""Text exercises: repeat, look up, add, and recall a fact stated long ago.
+"""Text exercises: repeat, look up, add, go on with a series, and recall a fact stated long ago.
 
-Owns their small language. Answers are one to six characters or a few words. `recall` is the one that needs more than
-the sliding window: its fact lies hundreds or thousands of tokens before the question. Listed in `skills.suite`.
+Owns their small language. Answers are one to six characters or a few words; only those of `series` are long. `recall`
+is the one that needs more than the sliding window: its fact lies hundreds or thousands of tokens before the question.
+Listed in `skills.suite`.
 """
 
 import re
@@ -18,6 +19,7 @@ WORDS = tuple(
     "mouse owl pear plum rain ring rose sheep ship shoe snow star sun swan table tiger tree wolf".split()
 )
 HOLDERS = tuple("box bag cup jar drum chest crate tin pot basket bottle drawer".split())
+ALPHABET = tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
 MAX_ADDEND = 49
 
 _WHO = (
@@ -73,6 +75,19 @@ def adding(rng: np.random.Generator) -> Sample:
         first, second = (int(n) for n in rng.integers(0, MAX_ADDEND + 1, size=2))
         question = pick(rng, ("What is {} plus {}?", "{} + {} =")).format(first, second)
         turns.append(Turn(question=question, answer=str(first + second), skill="adding"))
+    return Sample(images=(), turns=tuple(turns))
+
+
+def series(rng: np.random.Generator) -> Sample:
+    """Say numbers or letters in order, up or down: long answers, every part of which follows from the one before."""
+    turns = []
+    for _ in range(2):
+        things, noun = (ALPHABET, "letters") if chance(rng, 0.4) else (tuple(map(str, range(100))), "numbers")
+        count = int(rng.integers(4, 13))
+        first = int(rng.integers(len(things) - count + 1))
+        said = things[first : first + count][:: pick(rng, (1, 1, -1))]
+        question = pick(rng, ("Say the {} from {} to {}.", "List all {} from {} to {}."))
+        turns.append(Turn(question=question.format(noun, said[0], said[-1]), answer=", ".join(said), skill="series"))
     return Sample(images=(), turns=tuple(turns))
 
 
