@@ -25,7 +25,8 @@ def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("footprint")
     plain = write_tiny(root / "plain", ratios=(0, 4, 128, 4), draft_stages=2)
     packed = {name: write_quantised(plain, root / name, RECIPES[name]) for name in ("fp8-fp4", "w8a8")}
-    return {"plain": plain} | packed
+    mtp = write_tiny(root / "mtp", ratios=(0, 4, 128, 4), draft_stages=1, draft_kind=DraftKind.MTP)
+    return {"plain": plain, "mtp": mtp} | packed
 
 
 def _found(folder, *, dtype=torch.float32, engine=None, **options):
@@ -36,9 +37,11 @@ def _found(folder, *, dtype=torch.float32, engine=None, **options):
     return footprint(stored, config, limits, dtype=dtype, **options)
 
 
-@pytest.mark.parametrize("recipe", ["plain", "fp8-fp4", "w8a8"])
+@pytest.mark.parametrize(
+    ("recipe", "draft_method"),
+    [*((recipe, method) for recipe in ("plain", "fp8-fp4", "w8a8") for method in ("off", "dspark")), ("mtp", "mtp")],
+)
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
-@pytest.mark.parametrize("draft_method", ["off", "dspark"])
 def test_footprint_is_what_a_run_holds(folders, recipe, kv_dtype, draft_method):
     engine = EngineConfig(**LIMITS, kv_dtype=kv_dtype, draft_method=draft_method)
     found = _found(folders[recipe], engine=engine)
@@ -48,14 +51,15 @@ def test_footprint_is_what_a_run_holds(folders, recipe, kv_dtype, draft_method):
     assert found.caches == runner._caches.num_bytes
     assert found.buffers == runner._builder.num_bytes + drafting
     assert found.capacity == llm.capacity
-    assert (drafting > 0) == (draft_method == "dspark")
+    assert (drafting > 0) == (draft_method != "off")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("recipe", ["plain", "fp8-fp4", "w8a8"])
+@pytest.mark.parametrize("recipe", ["plain", "fp8-fp4", "w8a8", "mtp"])
 def test_weights_of_a_footprint_are_those_of_a_loaded_model(folders, recipe, dtype):
-    engine = EngineConfig(**LIMITS, draft_method="dspark")
-    loaded = load_model(folders[recipe], dtype=dtype, drafts=DraftKind.DSPARK)
+    kind = DraftKind.MTP if recipe == "mtp" else DraftKind.DSPARK
+    engine = EngineConfig(**LIMITS, draft_method=kind.value)
+    loaded = load_model(folders[recipe], dtype=dtype, drafts=kind)
     values = loaded.network.state_dict() | loaded.drafter.state_dict()
     found = _found(folders[recipe], dtype=dtype, engine=engine)
     assert sum(found.weights.values()) == sum(value.nbytes for value in values.values())

@@ -24,6 +24,7 @@ from deepspan.kv.capacity import (
     reserved_tokens,
 )
 from deepspan.kv.families import Family, cache_families
+from deepspan.model.mtp import Mtp
 from deepspan.ops.registry import reference_ops
 from deepspan.runtime.caches import Caches
 from deepspan.runtime.device import cache_share
@@ -103,6 +104,7 @@ def footprint(
         engine.num_drafts,
         drafter.num_stages if drafter is not None else 0,
         is_packed=engine.kv_dtype == "fp8",
+        is_mtp=isinstance(drafter, Mtp),
     )
     step = _step_bytes(config, engine, dtype)
     if device_bytes is not None:
