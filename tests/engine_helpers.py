@@ -60,7 +60,8 @@ class Service:
         **engine,
     ) -> None:
         values = {"block_tokens": 16, "max_model_len": 400, "max_num_seqs": 8, "max_batched_tokens": 800}
-        self.config = EngineConfig(**{**values, **engine}).with_drafts(model.config).checked(model.config)
+        stored = "dspark" if model.drafter is not None else None
+        self.config = EngineConfig(**{**values, **engine}).with_drafts(model.config, stored).checked(model.config)
         drafter = model.drafter if self.config.draft_method != "off" else None
         stages = drafter.num_stages if drafter is not None else 0
         num_drafts = self.config.num_drafts
